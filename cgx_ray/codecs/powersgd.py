@@ -45,7 +45,7 @@ class Shape(NamedTuple):
 
 # Operands of one element on the host, which torch takes on every device. From plain numbers it would make such tensors
 # again in every call.
-_ZERO, _ONE, _MINUS_ONE = (torch.tensor(value, dtype=torch.float32, device=HOST) for value in (0.0, 1.0, -1.0))
+_ZERO, _ONE, _MINUS_TWO = (torch.tensor(value, dtype=torch.float32, device=HOST) for value in (0.0, 1.0, -2.0))
 
 
 class PowerSgd(Codec):
@@ -176,7 +176,9 @@ def _columns(factors_M: Tensor, start: int, num_rows: int, rank: int) -> Tensor:
 def _orthogonalize(p: Tensor) -> None:
     if p.numel():
         basis, r = torch.linalg.qr(p)
-        torch.mul(basis, torch.where(r.diagonal() < _ZERO, _MINUS_ONE, _ONE), out=p)
+        # `torch.where` would copy its operands to the device.
+        sign = (r.diagonal() < _ZERO).to(p.dtype).mul_(_MINUS_TWO).add_(_ONE)
+        torch.mul(basis, sign, out=p)
 
 
 def _expand(p: Tensor, q: Tensor, out_N: Tensor, shape: Shape, sign: int) -> None:

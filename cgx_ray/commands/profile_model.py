@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from cgx_ray.commands.options import FILE
 from cgx_ray.engine.layers import layers_of
 from cgx_ray.errors import ConfigError
-from cgx_ray.monitors.gradient_times import measure_ready_s
 from cgx_ray.planner.models import MeasuredLayer, write_model
 from cgx_ray.report.show import print_line, progress_bar, whole_file
+from cgx_ray.session.gradient_times import measure_ready_s
 
 NUM_WARM_STEPS = 3
 _RETURNS = "(model, batch) or (model, function that computes the loss), or the model alone and give --input 8x3x224x224"

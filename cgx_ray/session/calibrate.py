@@ -26,7 +26,7 @@ from cgx_ray.planner.candidates import CodecCost, host_name
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.profile import fit_cost
 from cgx_ray.runtime_ext import ops
-from cgx_ray.runtime_ext.streams import streams_of
+from cgx_ray.runtime_ext.streams import Streams, streams_of
 from cgx_ray.session.settings import Settings
 
 Call = Callable[[], object]
@@ -41,10 +41,10 @@ def best_seconds(
 ) -> list[float]:
     """Return seconds per call for each of `calls`: the shortest of `num_rounds` turns.
 
-    A turn repeats its call for about `turn_s`, at least once. On a CUDA device two events around a turn measure it, so
+    A turn repeats its call for about `turn_s`, at least once. On a CUDA device two marks around a turn measure it, so
     each launch overlaps with the kernels before it.
     """
-    time_turn = _turn_s_cuda if device.type == "cuda" else _turn_s_cpu
+    time_turn = partial(_turn_s_of_device, streams_of(device)) if device.type == "cuda" else _turn_s_of_host
     repeats = []
     for call in calls:
         call()  # warms up caches and compiles
@@ -58,21 +58,20 @@ def best_seconds(
     return best
 
 
-def _turn_s_cpu(call: Call, num_repeats: int) -> float:
+def _turn_s_of_host(call: Call, num_repeats: int) -> float:
     start = time.perf_counter()
     for _ in range(num_repeats):
         call()
     return time.perf_counter() - start
 
 
-def _turn_s_cuda(call: Call, num_repeats: int) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
+def _turn_s_of_device(streams: Streams, call: Call, num_repeats: int) -> float:
+    start = streams.mark()
     for _ in range(num_repeats):
         call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
+    end = streams.mark()
+    end.wait()
+    return end.seconds_since(start)
 
 
 # From sizes where the call takes most of the time to sizes where the elements do.

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from cgx_ray.cli import main
 from cgx_ray.commands.profile_model import load_target
 from cgx_ray.errors import ConfigError
-from cgx_ray.monitors.gradient_times import measure_ready_s
 from cgx_ray.planner.models import load_model
+from cgx_ray.session.gradient_times import measure_ready_s
 
 SCRIPT = """
 import torch

@@ -240,6 +240,8 @@ class StepMeter:
 
 
 def _energy(grad_N: Tensor) -> float:
-    """Return |g|^2. Gradients of other types are converted to float32 in pieces, not as a whole."""
+    """Return |g|^2, as of float32. A CPU converts other types in pieces; a GPU converts what it reads."""
+    if grad_N.is_cuda:
+        return float(torch.linalg.vector_norm(grad_N, dtype=torch.float32)) ** 2
     pieces = (grad_N,) if grad_N.dtype == torch.float32 else grad_N.split(_PIECE_NUMEL)
     return sum(float(piece.float().norm()) ** 2 for piece in pieces)

@@ -11,15 +11,12 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,35 +32,26 @@ from cgx_ray.engine import group as engine_group
 from cgx_ray.runtime_ext import streams
 from cgx_ray.runtime_ext.mesh import flat
 from cgx_ray.runtime_ext.streams import Mark, Streams
+from support.device.traced_calls import (
+    Access,
+    Call,
+    Clock,
+    RaceError,
+    call_site,
+    caller_name,
+    copying,
+    held_row,
+    joined,
+    lies_in,
+    span,
+)
 
 # Tensors on it say that they are on the CPU, but to the engine it is no host.
 DEVICE = torch.device("cpu", 0)
 # The site of what `apart` waits for besides the marks that it is given.
 APART = "apart"
-# By stream, the number of its calls that are known to be done.
-Clock = dict[int, int]
 # Functions that ask for a mark, but go on whatever the answer is, or have asked before.
 _CURIOUS = {"watch", "_wait_for_each", "time_of", "_wait_for_mark"}
-
-
-class RaceError(RuntimeError):
-    """Two accesses to the same memory, at least one of them a write, that nothing puts in order."""
-
-
-class _Access(NamedTuple):
-    """An access to the bytes [start, stop): number `number` of `stream`."""
-
-    start: int
-    stop: int
-    is_write: bool
-    stream: int
-    number: int
-    what: str
-
-
-class _Call(NamedTuple):
-    do: Callable[[], object]
-    after: Clock
 
 
 class TracedMark(Mark):
@@ -97,7 +85,7 @@ class TracedFuture(torch.futures.Future[Tensor]):
 
     def set_result(self, result: Tensor) -> None:
         seen = self.device.known_to(threading.get_ident())
-        self.after = _joined(self.device.clock_of(self.device.current()), seen)
+        self.after = joined(self.device.clock_of(self.device.current()), seen)
         super().set_result(result)
 
     def wait(self) -> Tensor:
@@ -122,11 +110,11 @@ class TracedDevice(Streams):
         self._chance = random.Random(seed)
         self._lock = threading.RLock()
         self._streams: dict[int, int] = {}
-        self._calls: dict[int, deque[_Call]] = {0: deque()}
+        self._calls: dict[int, deque[Call]] = {0: deque()}
         self._num_done: Clock = {0: 0}
         self._clocks: dict[int, Clock] = {0: {}}
         self._known: dict[int, Clock] = {}
-        self._accesses: list[_Access] = []
+        self._accesses: list[Access] = []
         # Memory of the device, by address: only there are calls of torch done late.
         self._memory: list[tuple[int, int]] = []
         self._pinned: list[tuple[int, int]] = []
@@ -187,7 +175,7 @@ class TracedDevice(Streams):
 
     def mark(self, stream: Any = None) -> Mark:
         stream = self.current() if stream is None else stream
-        return TracedMark(self, stream, self.clock_of(stream), _site())
+        return TracedMark(self, stream, self.clock_of(stream), call_site())
 
     def join(self, streams: Iterable[Any]) -> None:
         for stream in streams:
@@ -215,12 +203,12 @@ class TracedDevice(Streams):
 
     def copy_each(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         for source, target in pairs:
-            kind = "copies out" if _lies_in(self._pinned, target) else "copies in"
-            self.launch(_copying(source, target), [source], [target], kind)
+            kind = "copies out" if lies_in(self._pinned, target) else "copies in"
+            self.launch(copying(source, target), [source], [target], kind)
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         memory = super().host_memory(numel, dtype)
-        start, stop, _ = _span(memory, False)
+        start, stop, _ = span(memory, False)
         self._pinned.append((start, stop))
         self._kept.append(memory)
         return memory
@@ -240,10 +228,10 @@ class TracedDevice(Streams):
         with self._lock, _disable_current_modes():
             stream = self.current()
             self.counts[kind] += stream > 0
-            after = _joined(self._clocks[stream], self._known.get(threading.get_ident(), {}))
+            after = joined(self._clocks[stream], self._known.get(threading.get_ident(), {}))
             number = self._num_done[stream] + len(self._calls[stream]) + 1
             self._check(reads, writes, after, stream, number, kind)
-            self._calls[stream].append(_Call(do, after))
+            self._calls[stream].append(Call(do, after))
             self._clocks[stream] = {**after, stream: number}
 
     def touch(self, reads: Iterable[Tensor], writes: Iterable[Tensor], what: str) -> None:
@@ -263,7 +251,7 @@ class TracedDevice(Streams):
     def order(self, stream: int, after: Clock) -> None:
         """Let `stream` go on after `after`."""
         with self._lock:
-            self._clocks[stream] = _joined(self._clocks[stream], after)
+            self._clocks[stream] = joined(self._clocks[stream], after)
 
     def has_reached(self, after: Clock, site: str) -> bool:
         with self._lock:
@@ -289,14 +277,14 @@ class TracedDevice(Streams):
 
     def _note(self, site: str) -> bool:
         """Note that this thread waits for a mark of `site`. Return False if it is only curious."""
-        is_wait = _caller() not in _CURIOUS
+        is_wait = caller_name() not in _CURIOUS
         if is_wait:
             self.sites.add(site)
         return is_wait
 
     def _learn(self, after: Clock) -> None:
         thread = threading.get_ident()
-        self._known[thread] = _joined(self._known.get(thread, {}), after)
+        self._known[thread] = joined(self._known.get(thread, {}), after)
 
     def _do_one(self) -> None:
         """Do a call that may be done now, if there is one."""
@@ -321,7 +309,7 @@ class TracedDevice(Streams):
         what: str,
     ) -> None:
         """Raise RaceError unless all that these accesses meet is in `after`. Remember them if they are of a stream."""
-        new = [_span(tensor, is_write) for is_write, all_ in ((False, reads), (True, writes)) for tensor in all_]
+        new = [span(tensor, is_write) for is_write, all_ in ((False, reads), (True, writes)) for tensor in all_]
         for start, stop, is_write in new:
             kept = []
             for old in self._accesses:
@@ -334,7 +322,7 @@ class TracedDevice(Streams):
                     kept.append(old)
             self._accesses = kept
             if stream is not None:
-                self._accesses.append(_Access(start, stop, is_write, stream, number, what))
+                self._accesses.append(Access(start, stop, is_write, stream, number, what))
 
     def _read(self, tensor: Tensor) -> None:
         """Let the host wait for its stream, and read a tensor."""
@@ -348,7 +336,7 @@ class TracedDevice(Streams):
         self.touch([tensor], [], "a read by the host")
 
     def _is_own(self, tensor: Tensor) -> bool:
-        return _lies_in(self._memory, tensor)
+        return lies_in(self._memory, tensor)
 
     def _trace(self, codec: Codec) -> None:
         """Let `codec` encode and decode as calls of the device, or of the host if it is the host's.
@@ -359,7 +347,7 @@ class TracedDevice(Streams):
         is_late = codec.device == DEVICE
 
         def encode(grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
-            row, reads, writes = _held(PayloadRow(grad_N, payload, key, memory))
+            row, reads, writes = held_row(PayloadRow(grad_N, payload, key, memory))
             self._do(is_late, lambda: plain.encode(grad_N, payload, key, row.memory), reads, writes, "encode")
 
         def decode(payload: Tensor, out_N: Tensor, *, add: bool, key: int = 0) -> None:
@@ -367,7 +355,7 @@ class TracedDevice(Streams):
             self._do(is_late, do, [payload, out_N], [out_N], "decode")
 
         def encode_rows(rows: Sequence[PayloadRow]) -> None:
-            held = [_held(row) for row in rows]
+            held = [held_row(row) for row in rows]
             reads, writes = ([*itertools.chain(*lists)] for lists in zip(*((r, w) for _, r, w in held), strict=True))
             self._do(is_late, lambda: plain.encode_rows([one.row for one in held]), reads, writes, "encode_rows")
 
@@ -376,7 +364,7 @@ class TracedDevice(Streams):
             self._do(is_late, lambda: plain.decode_rows(rows), reads, writes, "decode_rows")
 
         def sum_rows(own: PayloadRow, payloads: Sequence[Tensor], num_ranks: int) -> None:
-            held = _held(own)
+            held = held_row(own)
             reads, writes = [*held.reads, *payloads], [*held.writes, own.part_N]
             self._do(is_late, lambda: plain.sum_rows(held.row, payloads, num_ranks), reads, writes, "sum_rows")
 
@@ -432,62 +420,3 @@ class _Traced(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._device.call(func, args, kwargs or {})
-
-
-class _Held(NamedTuple):
-    """A row as the arguments of a kernel: a later commit changes what its `memory` holds."""
-
-    row: PayloadRow
-    reads: list[Tensor]
-    writes: list[Tensor]
-
-
-def _held(row: PayloadRow) -> _Held:
-    memory = row.memory
-    if memory is not None:
-        memory = Memory(dict(memory.now), dict(memory.next), memory.scale)
-        row = replace(row, memory=memory)
-    now, next_ = ([*memory.now.values()], [*memory.next.values()]) if memory is not None else ([], [])
-    return _Held(row, [row.part_N, *now], [row.payload, *next_])
-
-
-def _copying(source: Tensor, target: Tensor) -> Callable[[], object]:
-    return lambda: target.view(-1).copy_(source.view(-1))
-
-
-def _lies_in(memory: Sequence[tuple[int, int]], tensor: Tensor) -> bool:
-    start, stop, _ = _span(tensor, False)
-    return start < stop and any(first <= start < last for first, last in memory)
-
-
-def _joined(one: Mapping[int, int], other: Mapping[int, int]) -> Clock:
-    return {stream: max(one.get(stream, 0), other.get(stream, 0)) for stream in {*one, *other}}
-
-
-def _span(tensor: Tensor, is_write: bool) -> tuple[int, int, bool]:
-    start = tensor.data_ptr()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size() * (tensor.numel() > 0), is_write
-
-
-def _frames() -> Iterator[Any]:
-    frame = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _site() -> str:
-    """Return the first caller outside of this file and of what several callers use to copy messages."""
-    own = {Path(__file__).name, "wire.py", "parcel.py"}
-    for frame in _frames():
-        file, name = Path(frame.f_code.co_filename).name, frame.f_code.co_name
-        if file not in own:
-            return f"{file}:{name}:{frame.f_lineno}"
-    raise AssertionError
-
-
-def _caller() -> str:
-    """Return who asks for a mark: the first caller outside of this file."""
-    _, name, _ = _site().split(":")
-    return name

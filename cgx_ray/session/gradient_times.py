@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cgx_ray.errors import ConfigError
+from cgx_ray.runtime_ext.streams import Mark, streams_of
 
 
 def measure_ready_s(
@@ -32,7 +33,8 @@ def measure_ready_s(
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trained:
         raise ConfigError("the model has no parameter with requires_grad; give one that is trained")
-    clock = _CudaClock() if next(iter(trained.values())).is_cuda else _HostClock()
+    device = next(iter(trained.values())).device
+    clock = _DeviceClock(device) if device.type == "cuda" else _HostClock()
     times_s: dict[str, list[float]] = defaultdict(list)
     handles = [
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: clock.mark(name))
@@ -82,21 +84,21 @@ class _HostClock:
         return {name: mark - self._start for name, mark in self._marks.items()}
 
 
-class _CudaClock:
-    def __init__(self) -> None:
-        self._marks: dict[str, torch.cuda.Event] = {}
-        self._start = torch.cuda.Event(enable_timing=True)
+class _DeviceClock:
+    """Autograd runs a hook on the stream of its parameter's gradient, so a mark made there comes after the gradient."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._streams = streams_of(device)
+        self._marks: dict[str, Mark] = {}
+        self._start = self._streams.mark()
 
     def start(self) -> None:
         self._marks = {}
-        self._start = torch.cuda.Event(enable_timing=True)
-        self._start.record()
+        self._start = self._streams.mark()
 
     def mark(self, name: str) -> None:
-        # Autograd runs a hook on the stream of its parameter's gradient.
-        self._marks[name] = torch.cuda.Event(enable_timing=True)
-        self._marks[name].record()
+        self._marks[name] = self._streams.mark()
 
     def read_s(self) -> dict[str, float]:
-        torch.cuda.synchronize()
-        return {name: self._start.elapsed_time(mark) / 1e3 for name, mark in self._marks.items()}
+        self._streams.wait_for_all()
+        return {name: mark.seconds_since(self._start) for name, mark in self._marks.items()}
