@@ -316,7 +316,6 @@ class ControlLoop:
 
     def _disable(self, state: WorkerGroupState, failed: Plan, slowdown: Evidence, at: _When) -> Decision:
         """Go back to dense and ban the options of `failed`."""
-        state.steps.errors.remember_longer()
         groups = groups_of(failed, self.layers)
         # A plan with nothing but hierarchical groups may leave the link unmeasured. Then the last measurements count.
         measured = state.known()

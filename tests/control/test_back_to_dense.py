@@ -65,11 +65,12 @@ def test_dense_is_ddps_plan_on_a_link_that_goes_back_and_forth() -> None:
         assert found.best.groups == dense or not found.best.is_dense
 
 
-def test_a_plan_that_is_a_little_slower_is_left_after_comparisons_with_dense(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slowdown", [1.36, 1.4])
+def test_a_plan_that_seems_slower_right_after_a_comparison_with_dense_is_left(slowdown: float, tmp_path: Path) -> None:
     run = start(tmp_path)
-    # On this network such a plan takes 5 % longer than dense, and compute is noisy.
-    run.gbps, run.slowdown, run.jitter = 2.0, 1.4, 0.1
+    # On this network such a plan takes 7 to 10 % longer than dense, and compute is noisy.
+    run.gbps, run.slowdown, run.jitter = 2.0, slowdown, 0.3
     decisions = run.run(160)
     slower = [index for index, one in enumerate(decisions) if re.match("compare with dense.* slower", one.reason)]
-    assert decisions[slower[-1] + 1].kind == "disable"
+    assert decisions[slower[0] + 1].kind == "disable"
     assert is_dense(run.loop.plans[-1])

@@ -19,7 +19,7 @@ from cgx_ray.planner.candidates import codec_options
 
 
 @pytest.mark.long
-def test_a_plan_slower_than_dense_is_taken_back_and_tried_again_more_and_more_rarely(tmp_path: Path) -> None:
+def test_a_plan_slower_than_dense_is_taken_back_and_tried_again_once_its_errors_are_forgotten(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.slowdown = 30.0
     first, second = run.run(LINK_STEPS + WARM_UP_STEPS + JUDGED_STEPS)
@@ -30,8 +30,7 @@ def test_a_plan_slower_than_dense_is_taken_back_and_tried_again_more_and_more_ra
     ends = [run.step]
     while run.step < 6000:
         ends += [run.step for decision in run.run(1) if decision.kind == "disable"]
-    assert len([step for step in ends if step < 2 * MEMORY_S]) == 2, ends
-    assert 2 < len(ends) <= 6, ends
+    assert 2 < len(ends) <= run.step / MEMORY_S + 1, ends
 
 
 def test_a_codec_that_failed_is_not_tried_again_soon_and_the_others_are(tmp_path: Path) -> None:
@@ -111,7 +110,7 @@ def test_what_dense_took_before_compute_fell_keeps_no_plan_that_is_slower_than_d
     run.gbps, run.compute_s = 0.1, 3.0
     run.run(20)
     run.compute_s, run.slowdown = 0.3, 6.0
-    decisions = run.run(30)
+    decisions = run.run(20)
     assert not run.loop.plans[-1].describe().startswith("qsgd"), [one.reason for one in decisions]
 
 

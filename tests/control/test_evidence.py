@@ -53,13 +53,14 @@ def test_dense_is_less_known_on_another_network_and_least_before_any_dense_step(
 
 
 @pytest.mark.parametrize(
-    ("ratio", "dense_error", "is_worth"),
-    [(1.08, 0.1, True), (1.08, 0.001, False), (0.95, 0.1, True), (0.6, 0.1, False)],
-    ids=["slower", "dense is known", "faster", "much faster"],
+    ("ratio", "num_steps", "dense_error", "is_worth"),
+    [(1.08, 40, 0.1, True), (1.08, 39, 0.1, False), (1.08, 40, 0.001, False), (0.95, 40, 0.1, True),
+     (0.6, 40, 0.1, False)],
+    ids=["slower", "too few steps", "dense is known", "faster", "much faster"],
 )  # fmt: skip
 def test_dense_is_measured_only_if_that_can_tell_whether_the_plan_is_slow(
-    ratio: float, dense_error: float, is_worth: bool
+    ratio: float, num_steps: int, dense_error: float, is_worth: bool
 ) -> None:
     dense = Evidence(0.0, dense_error)
-    slowdown = evidence([math.log(ratio)] * MAX_STEPS).less(dense)
-    assert is_worth_comparing(slowdown, dense) is is_worth
+    slowdown = evidence([math.log(ratio)] * num_steps).less(dense)
+    assert is_worth_comparing(slowdown, dense, num_steps) is is_worth

@@ -30,7 +30,7 @@ LINE = {"event": "outcome", "time": 1.0, "step": 1, "measured_step_s": 0.5}
 
 @pytest.fixture(scope="module")
 def eventful(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run with another network, slow plans, a fallen gain and an unsteady link."""
+    """Return the folder of a run with another network, slow plans, bans, a fallen gain and an unsteady link."""
     folder = tmp_path_factory.mktemp("run")
     run = start(folder)
     run.run(10)
@@ -68,6 +68,7 @@ def test_the_policy_decides_the_same_again_from_the_journal_alone(eventful: Path
     assert layers == LAYERS
     asked = [line for line in journal(eventful, "decision") if line["made_by"] in ("policy", "codec_trial")]
     assert len(asked) >= 8
+    assert any(line["situation"]["banned"] for line in asked)
     assert any(line["situation"]["recent_links"] for line in asked)
     assert any(line["situation"]["errors"]["options"] for line in asked)
     assert all(line["situation"]["dense_groups"] for line in asked)
@@ -79,15 +80,6 @@ def test_the_policy_decides_the_same_again_from_the_journal_alone(eventful: Path
         if line["made_by"] == "policy":
             found = (decision.kind, decision.reason, decision.step_s, decision.dense_s)
             assert found == tuple(line[name] for name in ("kind", "reason", "predicted_step_s", "predicted_dense_s"))
-
-
-def test_bans_are_recorded(eventful: Path) -> None:
-    (first,) = journal(eventful, "start")
-    layers = read_layers(first)
-    fields = journal(eventful, "decision")[-1]["situation"]
-    banned = frozenset(read_policy(first).options[:2])
-    situation = replace(read_situation(fields, layers), banned=banned)
-    assert read_situation(situation_fields(situation), layers).banned == banned
 
 
 def test_a_situation_of_an_earlier_version_has_no_dense_groups(eventful: Path) -> None:

@@ -13,8 +13,7 @@ from cgx_ray.plan import DENSE, NONE, CodecSpec, Device, Option
 from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.prediction import PlannedGroup, Prediction
 
-# Seconds after which an error that was not measured again is forgotten: what made an option slow may have passed. They
-# double with each plan that was slower than dense on the same network, since a trial costs slow steps.
+# Seconds after which an error that was not measured again is forgotten: what made an option slow may have passed.
 MEMORY_S = 600.0
 # Seconds before the notice of another network in which errors may have been learned from it: a change is noticed after
 # 2 to 5 s, a slow drift later.
@@ -41,7 +40,6 @@ class LearnedErrors:
     """
 
     def __init__(self) -> None:
-        self._memory_s = MEMORY_S
         # By option, the logarithm of its error and the time at which it was measured last.
         self._steps: dict[Option, tuple[float, float]] = {}
         # Errors before each time that something was learned, oldest first, for as long as that may be undone.
@@ -86,11 +84,6 @@ class LearnedErrors:
         for option, share in shares.items():
             self._steps[option] = before[option] + weight * share * miss, now_s
 
-    def network_changed(self, now_s: float) -> None:
-        """Undo what was learned in the last seconds, and remember errors for the usual time again."""
-        self.undo(now_s)
-        self._memory_s = MEMORY_S
-
     def undo(self, now_s: float) -> None:
         """Undo what was learned in the last seconds, while predictions were made for the network before."""
         recent = undoable(self._before, now_s)
@@ -114,11 +107,7 @@ class LearnedErrors:
         return {codec: cost.slowed(math.exp(self._codecs.get(codec, 0.0))) for codec, cost in calibrated.items()}
 
     def forget_old(self, now_s: float) -> None:
-        self._steps = {option: found for option, found in self._steps.items() if now_s - found[1] < self._memory_s}
-
-    def remember_longer(self) -> None:
-        """Take into account that a plan was slower than dense."""
-        self._memory_s *= 2
+        self._steps = {option: found for option, found in self._steps.items() if now_s - found[1] < MEMORY_S}
 
     def _log(self, option: Option) -> float:
         if option in self._steps:

@@ -11,14 +11,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cgx_ray.control.learned.evidence import Evidence, Verdict, verdict
+from cgx_ray.control.learned.evidence import MAX_STEPS, Evidence, Verdict, verdict
 from cgx_ray.control.policies.policy import MAX_SLOWDOWN, Decision, Policy, Situation
 from cgx_ray.control.trial.outcome import PlanRecord
 from cgx_ray.plan import CodecSpec, Option, Plan, preferred_scheme
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
 
 # Judged steps, of all measuring steps.
-NUM_MEASURING_STEPS = 8
+NUM_MEASURING_STEPS = 3
 # Standard errors by which a plan must be over MAX_SLOWDOWN right after a comparison to be taken back. Less than
 # `evidence.SURE`: dense is what was promised, and costs little if the two are that near.
 COMPARED = 1.0
@@ -42,15 +42,17 @@ class MeasuringSteps:
     codec: CodecSpec | None = None
 
 
-def is_worth_comparing(slowdown: Evidence, dense: Evidence) -> bool:
+def is_worth_comparing(slowdown: Evidence, dense: Evidence, num_steps: int) -> bool:
     """Return whether dense steps now would show if the plan keeps the promise.
 
-    slowdown  of the plan, over dense
-    dense     error of dense alone
+    slowdown   of the plan, over dense
+    dense      error of dense alone
+    num_steps  of the plan that are known
     """
     own_error = math.sqrt(max(slowdown.error**2 - dense.error**2, 0.0))
     return (
-        verdict(slowdown, MAX_SLOWDOWN) is Verdict.UNSURE
+        num_steps >= MAX_STEPS
+        and verdict(slowdown, MAX_SLOWDOWN) is Verdict.UNSURE
         and slowdown.mean > -math.log(MAX_SPEEDUP)
         # With dense known better than the plan, only more steps of the plan help.
         and dense.error > own_error

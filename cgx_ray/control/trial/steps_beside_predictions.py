@@ -85,7 +85,7 @@ class StepsBesidePredictions:
         self.plan_times = PlanTimes()
         self.dense_groups = groups_of(dense_plan, layers)
         self._calibrated_costs = dict(calibrated_costs)
-        self._num_comparisons = 0
+        self._is_compared = False
         # Options of the plan that dense steps are compared with: that in force, or the last one before it.
         self._options: frozenset[Option] = frozenset()
         # Options by which compute is slowed under the plan in force; None: compute is that of dense steps.
@@ -106,7 +106,7 @@ class StepsBesidePredictions:
         """Begin with `plan`. `before`: its steps before measuring steps that end now."""
         self.plan, self._groups = plan, groups_of(plan, self.layers)
         if before is None and not is_measuring:
-            self._num_comparisons = 0
+            self._is_compared = False
         # Measuring steps under another plan than dense have one layer with a codec, which says little of compute.
         self._is_trial = is_measuring and not is_dense(plan)
         if not self._is_trial:
@@ -163,7 +163,7 @@ class StepsBesidePredictions:
 
         measured  on the network of now. The newest steps that took about as long as the last one had it too
         """
-        self.errors.network_changed(now_s)
+        self.errors.undo(now_s)
         self.plan_times.undo(now_s)
         self._learned = []
         window = self.record.window
@@ -271,16 +271,12 @@ class StepsBesidePredictions:
         return self.baseline.on(measured.network.between).also(self.errors.compute_slowdown.under(self._options).error)
 
     def grants_comparison(self, slowdown: Evidence, measured: Measured) -> bool:
-        """Return whether to compare the plan with dense now, and count it.
-
-        Twice as many steps of the plan are waited for each time.
-        """
+        """Return whether to compare the plan with dense now: once, where its steps do not show whether it is slower."""
         window = self.record.window
         # A step unlike the others: something is changing, and the policy will soon be asked.
         if abs(window[-1].over_plan - median(step.over_plan for step in window)) > math.log(SURPRISE):
             return False
-        is_early = self.record.num_steps < MAX_STEPS * 2**self._num_comparisons
-        if is_early or not is_worth_comparing(slowdown, self._dense_error(measured)):
+        if self._is_compared or not is_worth_comparing(slowdown, self._dense_error(measured), len(window)):
             return False
-        self._num_comparisons += 1
+        self._is_compared = True
         return True
