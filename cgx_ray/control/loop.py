@@ -4,8 +4,8 @@ Each step of all ranks is compared with the predictions for its own compute, of 
 (`steps_beside_predictions`).
 Then the loop does the first of these that has a cause:
 
-1. A plan that is surely more than 3 % slower than dense for the same progress (`evidence`) is taken back (`disable`).
-   It is not chosen again as long as its errors are remembered (`learned_errors`).
+1. A plan that is surely more than 3 % slower than dense for the same progress (`evidence`) is taken back (`disable`),
+   and its options are banned for a time (`bans`).
 2. The policy is asked if there is a cause: the first measurements, another bandwidth or latency, another compute or
    other errors (`network.changes`), another gain (`gains`), a loss that got worse (`loss_trend`), an outcome unlike its
    prediction, a failure, or a regular review. If it changes nothing, a codec may be timed in a few steps with one layer
@@ -16,7 +16,7 @@ Then the loop does the first of these that has a cause:
 WARM_UP_STEPS + JUDGED_STEPS steps after a decision its outcome goes to the journal, and the errors of the plan's
 options and codecs are learned (`learned_errors`). Plans are chosen with these errors. If the link goes back
 and forth too fast to follow (`recent_links`), one plan is chosen for all its recent states, and not judged any more.
-An option whose gain fell by more than GAIN_CHANGE while it was in use is banned, twice as long each time. So is the
+An option whose gain fell by more than GAIN_CHANGE while it was in use is banned too, twice as long each time. So is the
 option that kept the least of a plan under which the loss got worse, and all that keep less.
 """
 
@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from cgx_ray.control.guard import beside_dense, disable, replace_by_dense, return_home
+from cgx_ray.control.guard import beside_dense, disable, needs_dense_steps, replace_by_dense, return_home
 from cgx_ray.control.history import KEPT_PLANS, History, Registration
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.journal.facts import CauseKind, LoopFacts
@@ -123,6 +123,8 @@ class ControlLoop:
         elif (lease := self.plans[-1].lease) is not None:
             self.plans.append(lease.fallback)
         self._registration = registration
+        if self._earlier.learned is not None and self._last_step is not None:
+            self._earlier.learned.bans.shift(registration.step - self._last_step)
         state = self._new_state(registration)
         if state.decided is not None and not fits:
             at = _When(registration.step, now_s, time_s)
@@ -316,27 +318,33 @@ class ControlLoop:
 
     def _disable(self, state: WorkerGroupState, failed: Plan, slowdown: Evidence, at: _When) -> Decision:
         """Go back to dense and ban the options of `failed`."""
+        state.steps.errors.remember_longer()
         groups = groups_of(failed, self.layers)
+        ban_s = state.bans.add_slow_plan(groups, at.step, at.now_s)
         # A plan with nothing but hierarchical groups may leave the link unmeasured. Then the last measurements count.
         measured = state.known()
         state.failed = predict(measured, groups).describe_options()
-        reason = f"{state.failed} was {beside_dense(slowdown)}"
+        reason = f"{state.failed} was {beside_dense(slowdown)}; its options are banned for {ban_s:.0f} s"
         state.counts.add_revert("slower_than_dense")
         return self._apply(state, disable(state, reason), measured, at, "guard", "slower_than_dense")
 
     def _decide(self, state: WorkerGroupState, at: _When) -> Decision | None:
         """Ask the policy if there is a cause, and time a codec if it changes nothing."""
         measured = state.measured()
-        cause = state.cause(at.now_s, measured, self._policy.review_s) if measured is not None else None
+        cause = state.cause(at.step, at.now_s, measured, self._policy.review_s) if measured is not None else None
         if measured is None or cause is None:
             return None
         state.learn(at.now_s)
         measured = state.known()
         if self._policy.is_guarded:
-            state.bans.add(state.costly_options(measured, self._policy.options), at.now_s)
+            state.bans.add_gain_fall(state.costly_options(measured, self._policy.options), at.step, at.now_s)
         asked = self._situation(state, cause.text, state.plan, measured, at)
         decision = self._ask(state, asked, at)
         if decision is None:
+            return None
+        if decision.kind == "replace" and self._policy.is_guarded and needs_dense_steps(state, decision):
+            num_dense = state.steps.baseline.num_steps
+            self._events.wait(decision, num_dense=num_dense, step=at.step, time_s=at.time_s)
             return None
         trial = codec_trial(self._policy, asked, decision) if decision.kind == "keep" else None
         if trial is not None:
@@ -356,7 +364,7 @@ class ControlLoop:
             return None
         if decision is not None and decision.kind == "replace" and self._policy.is_guarded:
             # Only steps under an option show how much it really keeps.
-            state.bans.add(state.fallen_options(situation.planner_input.now), at.now_s)
+            state.bans.add_gain_fall(state.fallen_options(situation.planner_input.now), at.step, at.now_s)
         return decision
 
     def _situation(self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: _When) -> Situation:
@@ -371,7 +379,9 @@ class ControlLoop:
                 dense_groups=state.steps.dense_groups,
                 plan_s=state.steps.plan_times.on(measured, at.now_s),
             ),
-            banned=state.bans.banned(at.now_s),
+            dwell_s=state.links.dwell_s,
+            switch_s=state.steps.switch_s(measured.compute_s),
+            banned=state.bans.banned(at.step, at.now_s),
         )
 
     def _apply(
@@ -391,11 +401,12 @@ class ControlLoop:
         asked  given to the policy, if the policy was asked
         ended  as in `WorkerGroupState.apply`
         """
+        self._events.decided()
         old, is_planned = state.plan, made_by in ("policy", "codec_trial")
         situation = asked or self._situation(state, decision.reason, old, measured, at)
         if decision.kind == "replace":
             decision = replace(decision, plan=self._leased(state, decision, at))
-        state.apply(decision, measured, at.now_s, is_planned=is_planned, ended=ended)
+        state.apply(decision, measured, at.step, at.now_s, is_planned=is_planned, ended=ended)
         if state.plan is not old:
             self.plans.append(state.plan)
         state.counts.add_decision(decision.kind, cause, at.time_s)

@@ -23,7 +23,7 @@ from cgx_ray.control.learned.measured import (
     network_of,
     non_dense_options,
 )
-from cgx_ray.control.network.changes import ComputeChanges, SlowRanks, network_cause
+from cgx_ray.control.network.changes import SlowRanks, StepTimeChanges, network_cause
 from cgx_ray.control.network.known_network import KnownNetwork
 from cgx_ray.control.network.recent_links import RecentLinks
 from cgx_ray.control.policies.policy import MAX_SLOWDOWN, REVIEW_S, Decision, Policy
@@ -39,6 +39,8 @@ from cgx_ray.planner.prediction import Measured, groups_of
 
 # Steps whose median is measured, and the least number of steps before the first decision: a median needs three.
 LINK_STEPS = 3
+# Steps after a decision before the policy is asked again without any other cause, and its `Policy.review_s` too.
+REVIEW_STEPS = 20
 # Ratio of a step's seconds to the usual ones from which one step is enough to look for another network. Below it a
 # pause or a busy processor is as likely.
 FAR_SLOWER = 3.0
@@ -92,12 +94,12 @@ class WorkerGroupState:
         self._registration = registration
         self._joiner = StepJoiner(plan.world_size)
         self._slow_ranks = SlowRanks(plan.world_size)
-        self._changes = ComputeChanges()
+        self._changes = StepTimeChanges()
         self._recent: list[JoinedStep] = []
         # Versions of the plan in force, on trial and permanent, and whether an outcome of it is known.
         self._versions, self._is_judged = {plan.version}, False
-        # The policy's last decision: its time, number of network changes, and whether plans follow the link.
-        self._decision_s, self._num_changes, self._follows_link = 0.0, 0, True
+        # The policy's last decision: its step, time, number of network changes, and whether plans follow the link.
+        self._decision_step, self._decision_s, self._num_changes, self._follows_link = 0, 0.0, 0, True
         self._predicted_s: float | None = None
         self._predicted_dense_s: float | None = None
         self._prediction_error: float | None = None
@@ -189,7 +191,7 @@ class WorkerGroupState:
         ratio = self.steps.add_step(step, measured)
         self.speed_up = self.steps.speed_up(measured)
         if measured is not None and ratio is not None:
-            self._changes.add_step(step.compute_s / self.steps.compute_slowdown, step.step_s)
+            self._changes.add_step(step.compute_s / self.steps.compute_slowdown, ratio, step.step_s)
             if self.network.is_known:
                 self.links.add_link(measured.network.between, step.step_s)
                 # A link that goes back and forth is no drift: nothing would ever be learned on it.
@@ -227,6 +229,7 @@ class WorkerGroupState:
             self.loss.start_plan()
         self._versions, self._is_judged = {plan.version}, False
         self.steps.start_plan(plan, before, is_measuring=self.measuring is not None)
+        self._changes.restart_ratio()
         self._slow_s = 0.0
         self.gains.start_plan(plan)
         self._bits = bits_by_layer(plan)
@@ -234,20 +237,25 @@ class WorkerGroupState:
     def learn(self, now_s: float) -> None:
         """Learn the errors of the plan in force from its steps so far."""
         measured = self.known()
-        if self.decided is not None and self._changes.cause(self.decided.compute_s, measured.compute_s):
+        if self.decided is not None and self._changes.other_compute(self.decided.compute_s, measured.compute_s):
             self.steps.compute_changed()
         untimed = self.steps.learn(measured, now_s)
         if untimed:
             self._news = Cause("step_time", f"{', '.join(sorted(untimed))} timed in steps")
+        # Predictions are made in another way from now on.
+        self._changes.restart_ratio()
 
     def end_outcome(self, outcome: PendingOutcome, now_s: float) -> None:
         """Learn from an outcome, and note what is another than predicted."""
         self.pending, self._is_judged = None, True
         if self.measuring is not None or self._predicted_s is None:
             return
+        if outcome.decision.kind == "replace":
+            self.steps.learn_switch()
         self.learn(now_s)
         ratio = outcome.step_s / self._predicted_s
         self._prediction_error = ratio - 1
+        self.steps.errors.add_outcome(ratio, now_s)
         if not 1 / SURPRISE < ratio < SURPRISE:
             text = f"a step took {outcome.step_s:.3f} s, predicted {self._predicted_s:.3f} s"
             self._news = Cause("step_time", text)
@@ -272,8 +280,8 @@ class WorkerGroupState:
         self._slow_s = self._slow_s + self._recent[-1].step_s if is_slow else 0.0
         return self._slow_s >= SLOW_S
 
-    def cause(self, now_s: float, measured: Measured, review_s: float = REVIEW_S) -> Cause | None:
-        """Return why to decide now, or None. `review_s`: time after a decision until the next one."""
+    def cause(self, step: int, now_s: float, measured: Measured, review_s: float = REVIEW_S) -> Cause | None:
+        """Return why to decide after `step`, or None. `review_s`: time after a decision until the next one."""
         if self.measuring is not None:
             return None
         if self.decided is None:
@@ -293,7 +301,8 @@ class WorkerGroupState:
             return Cause("step_time", text)
         if (text := self.gains.cause(self.decided.gain)) is not None:
             return Cause("gain", text)
-        return Cause("review", "regular review") if now_s >= self._decision_s + review_s else None
+        is_due = now_s >= self._decision_s + review_s and step >= self._decision_step + REVIEW_STEPS
+        return Cause("review", "regular review") if is_due else None
 
     def _link_cause(self, decided: Link, measured: Measured, now_s: float) -> str | None:
         """Return in words how the link differs from the one that was planned for, or None.
@@ -310,6 +319,7 @@ class WorkerGroupState:
             now = replace(now, beta_s_per_byte=decided.beta_s_per_byte)
         cause = network_cause(decided, now)
         if cause is not None:
+            self.bans.network_changed()
             self.steps.network_changed(measured, now_s)
         return cause
 
@@ -323,12 +333,13 @@ class WorkerGroupState:
         self,
         decision: Decision,
         measured: Measured,
+        step: int,
         now_s: float,
         *,
         is_planned: bool,
         ended: MeasuringSteps | None = None,
     ) -> None:
-        """Record `decision`, which was made on `measured`, and put its plan in force.
+        """Record `decision`, which was made after `step` on `measured`, and put its plan in force.
 
         is_planned  the policy has decided; else what has changed since its last decision remains a reason to ask it
         ended       measuring steps that it returns from; the steps before them count again
@@ -342,7 +353,7 @@ class WorkerGroupState:
             self.failed = None
         self._news = None
         if is_planned:
-            self.decided, self._decision_s = measured, now_s
+            self.decided, self._decision_step, self._decision_s = measured, step, now_s
             self._follows_link, self._num_changes = not self.links.is_unsteady, self.network.num_changes
         self._predicted_s, self._predicted_dense_s = decision.step_s, decision.dense_s
         self.pending = PendingOutcome(decision=decision)
@@ -430,7 +441,7 @@ class WorkerGroupState:
             speed_up=self.speed_up,
             prediction_error=self._prediction_error,
             plan_version=self.plan.version,
-            num_banned=len(self.bans.banned(self._now_s)),
+            num_banned=len(self.bans.banned(self._recent[-1].step if self._recent else 0, self._now_s)),
             num_decisions=self.counts.num_decisions,
             newest_decision_s=self.counts.newest_s,
             num_reverts=self.counts.num_reverts,

@@ -69,22 +69,23 @@ def test_a_codec_that_failed_makes_its_other_schemes_suspect_but_no_other_codec(
     assert errors.factor(groups(OTHER)) == 1.0
 
 
-def test_errors_are_forgotten_after_ten_minutes() -> None:
+def test_errors_are_forgotten_after_ten_minutes_and_later_after_a_failure() -> None:
     errors = LearnedErrors()
     errors.learn_step(groups(SRA), math.log(2), 40, 0.0)
-    errors.forget_old(MEMORY_S - 1)
-    assert errors.factor(groups(SRA)) > 1.5
+    errors.remember_longer()
     errors.forget_old(MEMORY_S + 1)
+    assert errors.factor(groups(SRA)) > 1.5
+    errors.forget_old(2 * MEMORY_S + 1)
     assert errors.factor(groups(SRA)) == 1.0
 
 
 @pytest.mark.parametrize("ratio", [1 / 300, 0.5, 10.0])
-def test_codec_times_follow_steps_both_ways(ratio: float) -> None:
+def test_codec_times_follow_steps_both_ways_and_those_of_other_codecs_by_half(ratio: float) -> None:
     errors, calibrated = LearnedErrors(), {str(QSGD): COST, str(BF16): COST}
     errors.learn_codecs([str(QSGD)], ratio)
     corrected = errors.corrected(calibrated)
     assert corrected[str(QSGD)].encode_a_s == pytest.approx(ratio * COST.encode_a_s)
-    assert corrected[str(BF16)] == COST
+    assert corrected[str(BF16)].encode_a_s == pytest.approx(math.sqrt(ratio) * COST.encode_a_s)
     assert errors.is_timed(str(QSGD))
     assert not errors.is_timed(str(BF16))
 
@@ -94,11 +95,21 @@ def test_what_was_learned_just_before_another_network_was_noticed_is_undone() ->
     errors.learn_step(groups(SRA), math.log(1.1), 10_000, 0.0)
     errors.learn_step(groups(SRA), math.log(3), 10_000, 100.0)
     errors.learn_step(groups(DENSE), math.log(3), 10_000, 101.0)
-    errors.undo(104.0)
+    errors.network_changed(104.0)
     assert errors.factor(groups(SRA)) == pytest.approx(1.1, rel=1e-3)
     assert errors.factor(groups(DENSE)) == 1.0, "as if it had never been measured"
-    errors.undo(104.0)
+    errors.network_changed(104.0)
     assert errors.factor(groups(SRA)) == pytest.approx(1.1, rel=1e-3)
+
+
+def test_outcomes_just_before_another_network_was_noticed_raise_no_doubt() -> None:
+    errors = LearnedErrors()
+    errors.add_outcome(1.2, 50.0)
+    doubt = errors.doubt
+    errors.add_outcome(5.0, 100.0)
+    assert errors.doubt > doubt > 0
+    errors.network_changed(105.0)
+    assert errors.doubt == doubt
 
 
 def test_layer_rules_take_no_error_of_dense() -> None:

@@ -5,6 +5,7 @@ The layers are in the journal's `start` line alone; groups name them by their in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from typing import Any
@@ -51,6 +52,8 @@ def situation_fields(situation: Situation) -> dict[str, Any]:
             {"groups": group_fields(groups, now.layers), "step_s": step_s}
             for groups, step_s in planner_input.plan_s.items()
         ],
+        "dwell_s": situation.dwell_s if math.isfinite(situation.dwell_s) else None,
+        "switch_s": situation.switch_s,
         "banned": sorted(map(str, situation.banned)),
     }
 
@@ -117,6 +120,8 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
             # Earlier journals have none.
             dense_groups=groups_of(replace(plan, groups=dense), layers) if dense else (),
         ),
+        dwell_s=fields["dwell_s"] if fields["dwell_s"] is not None else math.inf,
+        switch_s=fields["switch_s"],
         banned=frozenset(map(Option.parse, fields["banned"])),
     )
 

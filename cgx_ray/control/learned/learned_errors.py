@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median_low
 from typing import Any, TypeVar
@@ -13,13 +14,16 @@ from cgx_ray.plan import DENSE, NONE, CodecSpec, Device, Option
 from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.prediction import PlannedGroup, Prediction
 
-# Seconds after which an error that was not measured again is forgotten: what made an option slow may have passed.
+# Seconds after which an error that was not measured again is forgotten: what made an option slow may have passed. They
+# double with each plan that was slower than dense on the same network, since a trial costs slow steps.
 MEMORY_S = 600.0
 # Seconds before the notice of another network in which errors may have been learned from it: a change is noticed after
 # 2 to 5 s, a slow drift later.
 LATE_NOTICE_S = 15.0
 # Steps that an earlier error counts as when new steps are added to it.
 EARLIER_STEPS = 1.0
+# Newest outcomes that show how far predictions are off. One per minute, if nothing else happens.
+NUM_OUTCOMES = 8
 # Largest factor by which one outcome corrects a codec's times. Calibration may overstate them 300 times.
 MAX_CODEC_CORRECTION = 1000.0
 
@@ -40,6 +44,7 @@ class LearnedErrors:
     """
 
     def __init__(self) -> None:
+        self._memory_s = MEMORY_S
         # By option, the logarithm of its error and the time at which it was measured last.
         self._steps: dict[Option, tuple[float, float]] = {}
         # Errors before each time that something was learned, oldest first, for as long as that may be undone.
@@ -47,6 +52,8 @@ class LearnedErrors:
         self.compute_slowdown = ComputeSlowdown()
         # By name of a codec's cost, see `Measured.cost_name`, the logarithm of its measured over its calibrated time.
         self._codecs: dict[str, float] = {}
+        # Time, and logarithm of measured over expected seconds, of the newest outcomes.
+        self._misses: deque[tuple[float, float]] = deque(maxlen=NUM_OUTCOMES)
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> LearnedErrors:
@@ -54,14 +61,26 @@ class LearnedErrors:
         errors = cls()
         errors._steps = {Option.parse(option): (log, 0.0) for option, log in fields["options"].items()}
         errors._codecs = dict(fields["codecs"])
+        # Earlier journals have none.
+        errors._misses.extend((0.0, miss) for miss in fields.get("misses", ()))
         return errors
 
     def recorded(self) -> dict[str, Any]:
-        """Return the logarithms of the errors by option and by codec, for the journal."""
+        """Return the logarithms of the errors by option and by codec, and of the newest outcomes, for the journal."""
         return {
             "options": {str(option): log for option, (log, _) in self._steps.items()},
             "codecs": dict(self._codecs),
+            "misses": [miss for _, miss in self._misses],
         }
+
+    def add_outcome(self, ratio: float, now_s: float) -> None:
+        """Add the measured over the expected seconds of a decision's steps."""
+        self._misses.append((now_s, math.log(ratio)))
+
+    @property
+    def doubt(self) -> float:
+        """Logarithm of the ratio by which expected seconds have been off lately (root mean square)."""
+        return math.sqrt(fmean(miss**2 for _, miss in self._misses)) if self._misses else 0.0
 
     def factor(self, groups: Sequence[PlannedGroup]) -> float:
         """Return the seconds that a step with `groups` will take over those that are predicted."""
@@ -84,8 +103,14 @@ class LearnedErrors:
         for option, share in shares.items():
             self._steps[option] = before[option] + weight * share * miss, now_s
 
+    def network_changed(self, now_s: float) -> None:
+        """Undo what was learned in the last seconds, and remember errors for the usual time again."""
+        self.undo(now_s)
+        self._memory_s = MEMORY_S
+
     def undo(self, now_s: float) -> None:
         """Undo what was learned in the last seconds, while predictions were made for the network before."""
+        self._misses = deque([one for one in self._misses if one[0] < now_s - LATE_NOTICE_S], maxlen=NUM_OUTCOMES)
         recent = undoable(self._before, now_s)
         if recent:
             self._steps = recent[0][1]
@@ -94,7 +119,7 @@ class LearnedErrors:
     def learn_codecs(self, codecs: Iterable[str], ratio: float) -> None:
         """Correct the times of `codecs`, which took `ratio` times as long as predicted with the present correction."""
         limit = math.log(MAX_CODEC_CORRECTION)
-        before = {codec: self._codecs.get(codec, 0.0) for codec in codecs}
+        before = {codec: self._codec_log(codec) for codec in codecs}
         for codec, log in before.items():
             self._codecs[codec] = log + min(max(math.log(ratio), -limit), limit)
 
@@ -103,11 +128,15 @@ class LearnedErrors:
         return codec in self._codecs
 
     def corrected(self, calibrated: Mapping[str, CodecCost]) -> dict[str, CodecCost]:
-        """Return codec times as they are in steps, of codecs that were timed there."""
-        return {codec: cost.slowed(math.exp(self._codecs.get(codec, 0.0))) for codec, cost in calibrated.items()}
+        """Return codec times as they are in steps. Codecs that were not timed there have nearly the mean correction."""
+        return {codec: cost.slowed(math.exp(self._codec_log(codec))) for codec, cost in calibrated.items()}
 
     def forget_old(self, now_s: float) -> None:
-        self._steps = {option: found for option, found in self._steps.items() if now_s - found[1] < MEMORY_S}
+        self._steps = {option: found for option, found in self._steps.items() if now_s - found[1] < self._memory_s}
+
+    def remember_longer(self) -> None:
+        """Take into account that a plan was slower than dense."""
+        self._memory_s *= 2
 
     def _log(self, option: Option) -> float:
         if option in self._steps:
@@ -121,6 +150,11 @@ class LearnedErrors:
             return max(0.0, *twins)
         means = [fmean(logs) for (codec, _), logs in by_codec.items() if codec != NONE]
         return max(0.0, median_low([0.0, *means]))
+
+    def _codec_log(self, codec: str) -> float:
+        if codec in self._codecs:
+            return self._codecs[codec]
+        return math.fsum(self._codecs.values()) / (len(self._codecs) + 1)
 
 
 def undoable(learned: Iterable[tuple[float, T]], now_s: float) -> list[tuple[float, T]]:

@@ -17,7 +17,7 @@ from cgx_ray.control.learned.measured import at_compute, is_dense, non_dense_opt
 from cgx_ray.control.learned.plan_times import PlanTimes
 from cgx_ray.control.network.changes import network_cause
 from cgx_ray.control.policies.policy import MIN_IMPROVEMENT
-from cgx_ray.control.trial.measuring_steps import is_worth_comparing
+from cgx_ray.control.trial.measuring_steps import ComparisonBudget, is_worth_comparing
 from cgx_ray.control.trial.outcome import PairedStep, PlanRecord
 from cgx_ray.plan import CodecSpec, Layer, Option, Plan
 from cgx_ray.planner.candidates import FREE, CodecCost
@@ -26,7 +26,9 @@ from cgx_ray.planner.prediction import Measured, groups_of, predict
 
 # Error of the model (standard deviation of a logarithm) without any dense step, and on another network than the one
 # that dense steps were measured on.
-UNKNOWN_ERROR = 0.2
+UNKNOWN_ERROR, MOVED_ERROR = 0.2, 0.1
+
+
 # Ratio of measured and predicted seconds, either way, that is a surprise.
 SURPRISE = 1.2
 # Ratio of bandwidths from which a link has drifted. Estimates of the same link differ by less (`SURE_FACTOR`).
@@ -62,7 +64,7 @@ class DenseBaseline:
         if self._link is None:
             return Evidence(0.0, UNKNOWN_ERROR)
         found = evidence(self._logs)
-        return found if network_cause(self._link, link) is None else found.also(UNKNOWN_ERROR)
+        return found if network_cause(self._link, link) is None else found.also(MOVED_ERROR)
 
 
 class StepsBesidePredictions:
@@ -72,6 +74,7 @@ class StepsBesidePredictions:
     dense_plan    that plans are compared with: that of DDP
     dense_groups  those of `dense_plan`
     record        steps under the plan in force
+    trained_s     seconds of all steps
     """
 
     def __init__(
@@ -83,9 +86,11 @@ class StepsBesidePredictions:
         self.baseline = DenseBaseline()
         self.errors = LearnedErrors()
         self.plan_times = PlanTimes()
+        self.trained_s = 0.0
         self.dense_groups = groups_of(dense_plan, layers)
         self._calibrated_costs = dict(calibrated_costs)
-        self._is_compared = False
+        self._comparisons = ComparisonBudget()
+        self._switch_s: list[float] = []
         # Options of the plan that dense steps are compared with: that in force, or the last one before it.
         self._options: frozenset[Option] = frozenset()
         # Options by which compute is slowed under the plan in force; None: compute is that of dense steps.
@@ -106,7 +111,7 @@ class StepsBesidePredictions:
         """Begin with `plan`. `before`: its steps before measuring steps that end now."""
         self.plan, self._groups = plan, groups_of(plan, self.layers)
         if before is None and not is_measuring:
-            self._is_compared = False
+            self._comparisons.start_plan()
         # Measuring steps under another plan than dense have one layer with a codec, which says little of compute.
         self._is_trial = is_measuring and not is_dense(plan)
         if not self._is_trial:
@@ -125,7 +130,8 @@ class StepsBesidePredictions:
 
         None for a step that warms the plan up, or without measurements.
         """
-        is_warm = self.record.add_step()
+        self.trained_s += step.step_s
+        is_warm = self.record.is_warm(step.step_s)
         if is_warm and step.compute_s > 0 and not self._is_trial:
             self._learn_compute_slowdown(step.compute_s)
         if not is_warm or measured is None or min(step.step_s, step.compute_s, measured.compute_s) <= 0:
@@ -163,7 +169,7 @@ class StepsBesidePredictions:
 
         measured  on the network of now. The newest steps that took about as long as the last one had it too
         """
-        self.errors.undo(now_s)
+        self.errors.network_changed(now_s)
         self.plan_times.undo(now_s)
         self._learned = []
         window = self.record.window
@@ -244,6 +250,15 @@ class StepsBesidePredictions:
         own_s = pace_s.get(self._groups)
         return own_s is not None and min(pace_s.values()) < (1 - MIN_IMPROVEMENT) * own_s
 
+    def learn_switch(self) -> None:
+        """Learn what the change to the plan in force has cost."""
+        if self.record.window:
+            self._switch_s = [*self._switch_s[-4:], self.record.switch_s]
+
+    def switch_s(self, usual_s: float) -> float:
+        """Return the seconds that a change of plan takes, by those so far; `usual_s` before the first."""
+        return median(self._switch_s or [usual_s])
+
     def dense_s(self, measured: Measured) -> float:
         """Return the seconds of a dense step under `measured`."""
         dense = self.baseline.on(measured.network.between)
@@ -271,12 +286,12 @@ class StepsBesidePredictions:
         return self.baseline.on(measured.network.between).also(self.errors.compute_slowdown.under(self._options).error)
 
     def grants_comparison(self, slowdown: Evidence, measured: Measured) -> bool:
-        """Return whether to compare the plan with dense now: once, where its steps do not show whether it is slower."""
+        """Return whether to compare the plan with dense now, and count the time that this takes."""
         window = self.record.window
         # A step unlike the others: something is changing, and the policy will soon be asked.
         if abs(window[-1].over_plan - median(step.over_plan for step in window)) > math.log(SURPRISE):
             return False
-        if self._is_compared or not is_worth_comparing(slowdown, self._dense_error(measured), len(window)):
+        if not is_worth_comparing(slowdown, self._dense_error(measured), len(window)):
             return False
-        self._is_compared = True
-        return True
+        step_s = median(step.step_s for step in window)
+        return self._comparisons.grant(slowdown, self.record, step_s, self.trained_s)
