@@ -43,8 +43,8 @@ class Job:
     def _read(self) -> None:
         messages = self._ranks.processes[0].stdout
         assert isinstance(messages, io.TextIOWrapper)
-        # The rank may be killed in the middle of a message.
-        with contextlib.suppress(EOFError, pickle.UnpicklingError):
+        # The rank may be killed in the middle of a message, and its pipe closed while this reads.
+        with contextlib.suppress(EOFError, ValueError, pickle.UnpicklingError):
             while True:
                 self.answers.put(pickle.load(messages.buffer))
 
