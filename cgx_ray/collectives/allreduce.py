@@ -13,24 +13,28 @@ from cgx_ray.codecs.powersgd import PowerSgd
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives.exchange import Exchange
 from cgx_ray.collectives.phases import Phases
-from cgx_ray.collectives.transport.transport_like import Handle, TransportLike
+from cgx_ray.collectives.transport.transport_like import Handle, TransportLike, ring_bytes
 from cgx_ray.runtime_ext import ops
 
 
-class Allreduce(Exchange):
-    """Cost 2(N-1) a + 2(N-1)/N m b. Divides before it sums, as DDP does, since sums of fp16 would overflow first."""
-
-    takes_16_bit = True
+class _SumOfPayloads(Exchange):
+    """An exchange by vendor's sums of the payload, whose memory is taken when it is first used."""
 
     def __init__(self, codec: Codec, numel: int, transport: TransportLike) -> None:
         super().__init__(transport)
         self._codec = codec
         self._payload_bytes = codec.payload_bytes(numel)
-        self.sent_bytes = 2 * (transport.world_size - 1) * self._payload_bytes // transport.world_size
+        self.sent_bytes = ring_bytes(self._payload_bytes, transport.world_size)
 
     @cached_property
     def _payload(self) -> Tensor:
         return torch.empty(self._payload_bytes, dtype=torch.uint8, device=self._codec.device)
+
+
+class Allreduce(_SumOfPayloads):
+    """Cost 2(N-1) a + 2(N-1)/N m b. Divides before it sums, as DDP does, since sums of fp16 would overflow first."""
+
+    takes_16_bit = True
 
     def turns(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> Iterator[Handle]:
         """See `Exchange.turns`."""
@@ -46,23 +50,18 @@ class Allreduce(Exchange):
         phases.lap("decode")
 
 
-class PowerSgdAllreduce(Exchange):
+class PowerSgdAllreduce(_SumOfPayloads):
     """PowerSGD as in its paper (Vogels et al. 2019, Algorithms 1 and 2): average P, then Q.
 
     Cost 4(N-1) a + 2(N-1)/N m b: two all-reduces. A rank's residual is its gradient minus P times its own Q. Scheme
     allgather leaves different Q on the ranks; after one step here all ranks have the same.
     """
 
+    _codec: PowerSgd
+
     def __init__(self, codec: Codec, numel: int, transport: TransportLike) -> None:
         assert isinstance(codec, PowerSgd)
-        super().__init__(transport)
-        self._codec = codec
-        self._payload_bytes = codec.payload_bytes(numel)
-        self.sent_bytes = 2 * (transport.world_size - 1) * self._payload_bytes // transport.world_size
-
-    @cached_property
-    def _payload(self) -> Tensor:
-        return torch.empty(self._payload_bytes, dtype=torch.uint8, device=self._codec.device)
+        super().__init__(codec, numel, transport)
 
     def turns(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> Iterator[Handle]:
         """See `Exchange.turns`."""

@@ -10,7 +10,7 @@ from cgx_ray.codecs.codec import Memory
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives.exchange import Exchange
 from cgx_ray.collectives.phases import Phases
-from cgx_ray.collectives.transport.transport_like import Handle, TransportLike
+from cgx_ray.collectives.transport.transport_like import Handle, TransportLike, ring_bytes
 
 
 class Dense(Exchange):
@@ -18,7 +18,7 @@ class Dense(Exchange):
 
     def __init__(self, dense_bytes: int, transport: TransportLike) -> None:
         super().__init__(transport)
-        self.sent_bytes = 2 * (transport.world_size - 1) * dense_bytes // transport.world_size
+        self.sent_bytes = ring_bytes(dense_bytes, transport.world_size)
 
     def turns(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> Iterator[Handle]:
         """See `Exchange.turns`. `grad_N` may be of any dtype here."""

@@ -15,7 +15,7 @@ from cgx_ray.codecs.codec import HOST, is_finite
 from cgx_ray.codecs.feedback import Memories
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Handle, Phases, Transport, make_exchange
-from cgx_ray.collectives.transport.transport_like import VendorCall
+from cgx_ray.collectives.transport.transport_like import VendorCall, ring_bytes
 from cgx_ray.engine.gains.gain_meter import GroupGradients, StepMeter
 from cgx_ray.errors import CGXError
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Device, GroupPlan, Intra, Layer, Plan, Scheme
@@ -25,8 +25,8 @@ from cgx_ray.runtime_ext.streams import DONE, Mark, streams_of
 class Group:
     """Buffers and state of one GroupPlan. Lives from one plan switch to the next.
 
-    codec_text   codec in use, as in `CodecSpec.parse`
-    is_finite    True if the last average was finite, also as the model gets it, or was not checked
+    codec_text  codec in use, as in `CodecSpec.parse`
+    is_finite   True if the last average was finite, also as the model gets it, or was not checked
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class Group:
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank sends in the step under way, or in the last one; see `Exchange`."""
-        world_size = self._transport.world_size
-        ring_bytes = 2 * (world_size - 1) * self.dense_bytes // world_size
-        return ring_bytes if self._is_summed_by_ddp else self.exchange.sent_bytes
+        if self._is_summed_by_ddp:
+            return ring_bytes(self.dense_bytes, self._transport.world_size)
+        return self.exchange.sent_bytes
 
     @property
     def is_ready(self) -> bool:

@@ -33,7 +33,7 @@ _INSTEAD = (
 
 
 class _Gpu(NamedTuple):
-    """What a rank says of its GPU, or that it has none.
+    """A rank's GPU as the other ranks must know it, or that it has none.
 
     bus      names its PCI bus on one machine, whatever the container; None on the CPU
     version  of NCCL

@@ -16,7 +16,7 @@ from cgx_ray.collectives.transport.gloo_sockets import GlooSockets
 from cgx_ray.collectives.transport.greeting import Greetings, partners
 from cgx_ray.collectives.transport.lifeline import WORDS_S, Lifeline
 from cgx_ray.collectives.transport.simulated_link import LinkDelay, SimulatedLink
-from cgx_ray.collectives.transport.transport_like import Handle, Held, VendorCall
+from cgx_ray.collectives.transport.transport_like import Handle, Held, VendorCall, ring_bytes
 from cgx_ray.errors import CGXError, PeerTimeoutError, TransportError
 from cgx_ray.runtime_ext import shm
 from cgx_ray.runtime_ext.mesh import Mesh, Parts, flat
@@ -234,7 +234,7 @@ class Transport:
 
     def count_sum(self, values_N: Tensor) -> int:
         """Count the card bytes of a sum by the vendor's ring, and return the bytes that this rank sends for it."""
-        num_bytes = 2 * (self.world_size - 1) * values_N.numel() * values_N.element_size() // self.world_size
+        num_bytes = ring_bytes(values_N.numel() * values_N.element_size(), self.world_size)
         # Gloo's ring sends to the rank before. NCCL's leaves each node once, as this if a node's ranks are in a row.
         self._card_bytes += num_bytes * self._is_away(self.rank - 1)
         return num_bytes

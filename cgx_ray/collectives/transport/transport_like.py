@@ -73,6 +73,11 @@ class TransportLike(Protocol):
         """Overwrite `message` on all ranks with that of `root`; yield each handle to wait for."""
 
 
+def ring_bytes(num_bytes: int, world_size: int) -> int:
+    """Return the bytes that a rank sends for the sum of `num_bytes` over ranks by the vendor's ring."""
+    return 2 * (world_size - 1) * num_bytes // world_size
+
+
 def send_and_receive(
     transport: TransportLike, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
 ) -> Iterator[Handle]:
