@@ -41,7 +41,8 @@ test-faults: system .venv/.installed
 GPU_TESTS = $(sort $(filter-out tests/ray/%,$(shell grep -rl --include='test_*.py' 'pytest\.mark\.gpu' tests)))
 
 # Uses what PYTHON has, and neither .venv, Ray nor the network: torch, CuPy, cuda-bindings, nanobind, psutil, pytest,
-# pytest-timeout and hypothesis, and cmake. -P keeps ./cgx_ray, which lacks the native module, off the path.
+# pytest-timeout and hypothesis, and cmake. PYTHONSAFEPATH keeps ./cgx_ray, which lacks the native module, off the path,
+# also in processes that tests start.
 # Deprecations are no errors, because the versions are not those of constraints.txt.
 test-gpu:
 	@rm -rf build/gpu/cgx_ray && mkdir -p build/gpu && cp -rL cgx_ray build/gpu/
@@ -49,7 +50,7 @@ test-gpu:
 	cmake --build build/gpu/native --parallel
 	@cp build/gpu/native/_native*.so build/gpu/cgx_ray/runtime_ext/
 	@cp build/gpu/native/_search*.so build/gpu/cgx_ray/planner/
-	PYTHONPATH=build/gpu $(PYTHON) -P -m pytest -m gpu -W default::DeprecationWarning $(GPU_TESTS) $(ARGS)
+	PYTHONSAFEPATH=1 PYTHONPATH=build/gpu $(PYTHON) -m pytest -m gpu -W default::DeprecationWarning $(GPU_TESTS) $(ARGS)
 
 # Decoders of all codecs, and what strangers write, under AddressSanitizer and UBSan; mesh, rings, LocalGroup and the
 # kernels' threads under ThreadSanitizer. QUICK=1 takes about a minute, as in CI.

@@ -72,8 +72,11 @@ def test_what_is_no_number_is_refused(given: object) -> None:
 @pytest.mark.gpu
 def test_a_loss_on_a_gpu_is_taken_when_it_is_there() -> None:
     observed = ObservedTraining()
-    torch.cuda._sleep(200_000_000)
     loss = torch.ones((), device="cuda") * 3
+    # Loading kernels and taking pinned memory for the first time wait for the device.
+    observed.add_report(loss=loss, lr=None)
+    observed.take()
+    torch.cuda._sleep(2_000_000_000)
     observed.add_report(loss=loss, lr=None)
     assert observed.take() == (None, None)
     observed.add_report(loss=loss, lr=None)

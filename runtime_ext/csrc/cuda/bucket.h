@@ -93,6 +93,9 @@ struct Quad {
     float x[kQuad];
     int valid;      // how many of these elements the bucket has
     int row_count;  // how many of the row it has
+    // The row has kRow elements, known without a look at row_count. Of a minimum NVRTC 13.0 for sm_90 asks
+    // "is it kRow?" wrongly: with min.relu's own predicate, which says yes of 8.
+    bool is_whole;
 };
 
 // Four elements as one load fetches them: 16 bytes of float32, 8 of the others.
@@ -136,22 +139,24 @@ CGX_DEVICE void load_some(const T* values, int valid, float* x) {
     for (int j = 0; j < kQuad; ++j) x[j] = j < valid ? to_float(values[j]) : 0.0f;
 }
 
-CGX_DEVICE void load_quad(const float* values, int valid, float* x) {
-    if (valid == kQuad && is_packed(values)) {
+// Sets x (kQuad,) to the elements of `values` that are those of `quad`.
+CGX_DEVICE void load_like(const Quad& quad, const float* values, float* x) {
+    if (quad.is_whole && is_packed(values)) {
         unpack(load_packed(values), x);
     } else {
-        load_some(values, valid, x);
+        load_some(values, quad.valid, x);
     }
 }
 
-CGX_DEVICE void store_quad(const float* x, int valid, float* values) {
-    if (valid == kQuad && is_packed(values)) {
+CGX_DEVICE void store_quad(const Quad& quad, float* values) {
+    const float* x = quad.x;
+    if (quad.is_whole && is_packed(values)) {
         *reinterpret_cast<float4*>(values) = make_float4(x[0], x[1], x[2], x[3]);
         return;
     }
 #pragma unroll
     for (int j = 0; j < kQuad; ++j) {
-        if (j < valid) values[j] = x[j];
+        if (j < quad.valid) values[j] = x[j];
     }
 }
 
@@ -196,6 +201,7 @@ CGX_DEVICE void for_each_row(const Bucket& bucket, const T* values, const float*
             for (int i = 0; i < kRows; ++i) {
                 quads[i].valid = kQuad;
                 quads[i].row_count = kRow;
+                quads[i].is_whole = true;
                 body(row + i, quads[i]);
             }
         }
@@ -205,6 +211,7 @@ CGX_DEVICE void for_each_row(const Bucket& bucket, const T* values, const float*
         Quad quad;
         quad.row_count = bucket.row_count(row);
         quad.valid = greater(0, lesser(quad.row_count - team_lane() * kQuad, kQuad));
+        quad.is_whole = false;
         load_some(values + row * kRow, values == nullptr ? 0 : quad.valid, quad.x);
         if (added != nullptr) {
             float y[kQuad];
@@ -295,7 +302,7 @@ CGX_DEVICE void for_each_fed(const Bucket& bucket, const Average<Open>& input, B
 #pragma unroll 1
         for (int i = 0; i < input.payloads.count; ++i) {
             const uint8_t* payload = input.payloads.first + i * input.payloads.pitch;
-            input.open(payload, bucket).decode(row, quad.row_count, x);
+            input.open(payload, bucket).decode(row, quad, x);
 #pragma unroll
             for (int j = 0; j < kQuad; ++j) quad.x[j] += x[j];
         }
@@ -303,7 +310,7 @@ CGX_DEVICE void for_each_fed(const Bucket& bucket, const Average<Open>& input, B
 #pragma unroll
         for (int j = 0; j < kQuad; ++j) quad.x[j] = j < quad.valid ? quad.x[j] / num_ranks : 0.0f;
         if (input.residual != nullptr) {
-            load_quad(input.residual + bucket.mine() + row * kRow, quad.valid, x);
+            load_like(quad, input.residual + bucket.mine() + row * kRow, x);
             const float inverse = 1.0f / num_ranks;
 #pragma unroll
             for (int j = 0; j < kQuad; ++j) quad.x[j] = fmaf(inverse, x[j], quad.x[j]);
@@ -312,16 +319,16 @@ CGX_DEVICE void for_each_fed(const Bucket& bucket, const Average<Open>& input, B
     });
 }
 
-// Writes the bucket's elements to `out` (numel,), or adds them. encoded.decode(row, row_count, x) sets x
-// (kQuad,) to this thread's elements of a row.
+// Writes the bucket's elements to `out` (numel,), or adds them. encoded.decode(row, quad, x) sets x (kQuad,)
+// to the elements that are those of `quad`.
 template <typename Encoded>
 CGX_DEVICE void decode_bucket(const Bucket& bucket, float* out, bool add, const Encoded& encoded) {
     for_each_row(bucket, add ? out : nullptr, nullptr, [&](int row, Quad& quad) {
         float x[kQuad];
-        encoded.decode(row, quad.row_count, x);
+        encoded.decode(row, quad, x);
 #pragma unroll
         for (int j = 0; j < kQuad; ++j) quad.x[j] = add ? quad.x[j] + x[j] : x[j];
-        store_quad(quad.x, quad.valid, out + bucket.mine() + row * kRow);
+        store_quad(quad, out + bucket.mine() + row * kRow);
     });
 }
 
@@ -388,7 +395,7 @@ struct Levels {
     static CGX_DEVICE int num_bytes(int count) { return (count * kBits + 7) / 8; }
 
     // For every thread of the warp. Bits after the last level have to be zero.
-    static CGX_DEVICE void store(uint8_t* row, int count, uint32_t piece) {
+    static CGX_DEVICE void store(uint8_t* row, const Quad& quad, uint32_t piece) {
         const int lane = team_lane();
         uint32_t word = 0;
         int index = lane;
@@ -415,24 +422,24 @@ struct Levels {
             }
         }
         if (!writes) return;
-        if (count == kRow) {
+        if (quad.is_whole) {
             store_word(row + 4 * index, word);
         } else {
-            store_bytes(row + 4 * index, word, num_bytes(count) - 4 * index);
+            store_bytes(row + 4 * index, word, num_bytes(quad.row_count) - 4 * index);
         }
     }
 
     // Bits after the last level are undefined.
-    static CGX_DEVICE uint32_t load(const uint8_t* row, int count) {
+    static CGX_DEVICE uint32_t load(const uint8_t* row, const Quad& quad) {
         const int bit = team_lane() * kPiece;
-        if (count == kRow && is_aligned(row, 4)) {
+        if (quad.is_whole && is_aligned(row, 4)) {
             const uint32_t* words = reinterpret_cast<const uint32_t*>(row) + bit / 32;
             const int shift = bit % 32;
             uint32_t piece = words[0] >> shift;
             if (32 % kPiece != 0 && shift + kPiece > 32) piece |= words[1] << (32 - shift);
             return piece;
         }
-        const int last = lesser(num_bytes(count), (bit + kPiece + 7) / 8);
+        const int last = lesser(num_bytes(quad.row_count), (bit + kPiece + 7) / 8);
         return load_bytes(row + bit / 8, last - bit / 8) >> bit % 8;
     }
 };

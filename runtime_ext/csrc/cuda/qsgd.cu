@@ -90,9 +90,9 @@ struct Encoded {
         : grid(bucket.count > 0 ? load_grid(payload, bucket, options) : Grid{}),
           packed(payload + levels + Packing::first_byte(bucket)) {}
 
-    // Sets x (kQuad,) to this thread's elements of a row.
-    __device__ void decode(int row, int row_count, float* x) const {
-        const uint32_t piece = Packing::load(packed + Packing::row_bytes(row), row_count);
+    // Sets x (kQuad,) to the elements of a row that are those of `quad`.
+    __device__ void decode(int row, const Quad& quad, float* x) const {
+        const uint32_t piece = Packing::load(packed + Packing::row_bytes(row), quad);
 #pragma unroll
         for (int j = 0; j < kQuad; ++j) x[j] = dequantize(level_of(piece, j), grid);
     }
@@ -134,13 +134,13 @@ __device__ void encode_bucket(const Input& input, const Bucket& bucket, const Op
             }
             piece |= j < quad.valid ? static_cast<uint32_t>(level) << j * kBits : 0;
         }
-        Packing::store(packed + Packing::row_bytes(row), quad.row_count, piece);
+        Packing::store(packed + Packing::row_bytes(row), quad, piece);
         if (input.next == nullptr) return;
 #pragma unroll
         for (int j = 0; j < kQuad; ++j) {
             quad.x[j] = input.left(quad.x[j] - dequantize(level_of(piece, j), grid));
         }
-        store_quad(quad.x, quad.valid, input.next + bucket.mine() + row * kRow);
+        store_quad(quad, input.next + bucket.mine() + row * kRow);
     });
 }
 

@@ -49,13 +49,13 @@ __device__ void encode_bucket(const Input& input, const Bucket& bucket, uint8_t*
             const bool positive = is_positive(quad.x[j]);
             piece |= static_cast<uint32_t>(positive && j < quad.valid) << j;
         }
-        Levels<1>::store(bits + Levels<1>::row_bytes(row), quad.row_count, piece);
+        Levels<1>::store(bits + Levels<1>::row_bytes(row), quad, piece);
         if (input.next == nullptr) return;
 #pragma unroll
         for (int j = 0; j < kQuad; ++j) {
             quad.x[j] = input.left(quad.x[j] - choose_mean(is_positive(quad.x[j]), means));
         }
-        store_quad(quad.x, quad.valid, input.next + bucket.mine() + row * kRow);
+        store_quad(quad, input.next + bucket.mine() + row * kRow);
     });
 }
 
@@ -82,9 +82,9 @@ struct Encoded {
         : means(bucket.count > 0 ? load_means(payload, bucket, kind) : Means{}),
           packed(payload + bits + Levels<1>::first_byte(bucket)) {}
 
-    // Sets x (kQuad,) to this thread's elements of a row.
-    __device__ void decode(int row, int row_count, float* x) const {
-        const uint32_t piece = Levels<1>::load(packed + Levels<1>::row_bytes(row), row_count);
+    // Sets x (kQuad,) to the elements of a row that are those of `quad`.
+    __device__ void decode(int row, const Quad& quad, float* x) const {
+        const uint32_t piece = Levels<1>::load(packed + Levels<1>::row_bytes(row), quad);
 #pragma unroll
         for (int j = 0; j < kQuad; ++j) x[j] = choose_mean(piece >> j & 1, means);
     }
