@@ -20,10 +20,12 @@ from . import cuda_launch
 _BLOCK_SIZE = 256
 _BUCKETS_PER_BLOCK = _BLOCK_SIZE // 8
 
-# The struct of csrc/cuda/bucket.h that a launch is given by value.
+# The struct of csrc/cuda/bucket.h that a launch is given by value: start, numel, payload and key of each row, and the
+# number of rows, in 64 bits each. CuPy takes one element; of one with named fields it would describe all fields, which
+# takes longer than the launch.
 MAX_ROWS = 32
-_ROW = np.dtype([("start", np.int64), ("numel", np.int64), ("payload", np.int64), ("key", np.uint32)], align=True)
-ROWS = np.dtype([("rows", _ROW, MAX_ROWS), ("count", np.int32)], align=True)
+_ROW_WORDS = 4
+ROWS = np.dtype((np.void, 8 * (MAX_ROWS * _ROW_WORDS + 1)))
 
 
 class KernelRow(NamedTuple):
@@ -135,7 +137,11 @@ def _sum(
 
 def _of_launches(rows: Iterable[KernelRow]) -> Iterator[list[KernelRow]]:
     """Yield the rows that have elements: those of one launch lie in the same memory, without gaps."""
-    for _, group in itertools.groupby((row for row in rows if row.grad_N.numel()), _memory_of):
+    filled = [row for row in rows if row.grad_N.numel()]
+    if len(filled) == 1:
+        yield filled
+        return
+    for _, group in itertools.groupby(filled, _memory_of):
         same = list(group)
         yield from (same[first : first + MAX_ROWS] for first in range(0, len(same), MAX_ROWS))
 
@@ -153,6 +159,8 @@ def _span(parts: Sequence[Tensor | None]) -> tuple[Tensor | None, list[int]]:
     tensors = [part for part in parts if part is not None]
     if not tensors:
         return None, []
+    if len(tensors) == 1:
+        return tensors[0], [0]
     first = min(part.storage_offset() for part in tensors)
     last = max(part.storage_offset() + part.numel() for part in tensors)
     starts = [int(part.storage_offset() - first) for part in tensors]
@@ -160,11 +168,12 @@ def _span(parts: Sequence[Tensor | None]) -> tuple[Tensor | None, list[int]]:
 
 
 def _table(rows: Sequence[KernelRow], starts: Sequence[int], payloads: Sequence[int]) -> npt.NDArray[np.void]:
-    table = np.zeros(1, ROWS)
+    table = np.zeros(MAX_ROWS * _ROW_WORDS + 1, np.int64)
     each = zip(rows, starts, payloads, strict=True)
-    table["rows"][0, : len(rows)] = [(start, row.grad_N.numel(), payload, row.key) for row, start, payload in each]
-    table["count"] = len(rows)
-    return table
+    words = [word for row, start, payload in each for word in (start, row.grad_N.numel(), payload, row.key)]
+    table[: len(words)] = words
+    table[-1] = len(rows)
+    return table.view(ROWS)
 
 
 def _num_blocks(rows: Sequence[KernelRow], bucket_size: int, kernel: str, define: str | None) -> int:

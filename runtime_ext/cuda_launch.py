@@ -30,7 +30,7 @@ def launch(
     """Start `kernel` on torch's current stream; `define` (NAME=VALUE) is a macro that its source is compiled with.
 
     A contiguous tensor is passed as a pointer, None as a null pointer, a NumPy scalar as a parameter of its width, and
-    an array of one record as a struct. The kernel runs on the device of the first tensor. This call copies nothing,
+    an array of one element, of bytes alone, as a struct. The kernel runs on the device of the first tensor. This call copies nothing,
     allocates nothing and does not wait.
     """
     cupy = _cupy()
@@ -92,7 +92,7 @@ class _Streams(threading.local):
     def current(self, device: torch.device) -> Any:
         """Return CuPy's object for torch's current stream on `device`, which is CuPy's current device."""
         # torch's stream may be the legacy default stream. Its handle is 0, and CuPy understands 0 the same way.
-        stream = torch.cuda.current_stream(device)
+        stream = torch.cuda.current_stream(device.index)
         key = device.index, stream.cuda_stream
         if key not in self._known:
             self._known[key] = _cupy().cuda.Stream.from_external(stream)

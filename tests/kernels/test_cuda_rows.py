@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from support.bucket_codecs import BucketKernels, QsgdKernels, SignKernels, name
@@ -183,7 +184,11 @@ def test_rows_take_one_launch_unless_they_are_many_or_lie_apart(codec: BucketKer
 
 
 def test_the_struct_of_rows_is_that_of_the_kernels() -> None:
-    assert cuda.ROWS.itemsize == cuda.MAX_ROWS * 32 + 8, "see the static_assert in csrc/cuda/bucket.h"
+    table = cuda._table([KernelRow(torch.zeros(5), torch.zeros(9), key=2**32 - 1)] * 2, [3, 7], [11, 13])
+    assert (table.size, table.nbytes) == (1, cuda.MAX_ROWS * 32 + 8), "see the static_assert in csrc/cuda/bucket.h"
+    row = np.dtype([("start", "i8"), ("numel", "i8"), ("payload", "i8"), ("key", "u4")], align=True)
+    assert table.view(np.uint8)[: 2 * row.itemsize].view(row).tolist() == [(3, 5, 11, 2**32 - 1), (7, 5, 13, 2**32 - 1)]
+    assert table.view(np.int32)[-2] == 2
 
 
 def test_payloads_of_a_sum_lie_at_equal_distances(emulated_cuda: Emulator) -> None:
