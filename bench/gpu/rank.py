@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import cgx_ray
 from bench.shared.rank_process import run_rank, start_together
 from bench.shared.ranks import BenchError
-from bench.step.sleeping_model import SleepingModel, fixed_gradients
+from bench.step.sleeping_model import BackwardClock, SleepingModel, fixed_gradients
 from bench.step.torch_hooks import register_hook
 from cgx_ray.runtime_ext.streams import Mark, streams_of
 from cgx_ray.session.attachment import Attachment
@@ -33,14 +33,15 @@ from cgx_ray.session.attachment import Attachment
 STREAMS = streams_of(torch.device("cuda", 0))
 _MIB = 1 << 20
 # Of ten layers, each is a group and a bucket of DDP.
-APART_SHAPES = [(8 * _MIB,)] * 10
+APART_SHAPES = [(2048, 4096)] * 10
 APART_BACKWARD_S = 0.02
 # 350 M parameters: token embeddings and 24 blocks of a transformer of width 1,024.
 _BLOCK = [(3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096)]
 LARGE_SHAPES = [(50304, 1024), *(shape for _ in range(24) for shape in _BLOCK)]
 LARGE_BACKWARD_S = 0.18
 CODEC, SCHEME = "qsgd:bits=4,bucket_size=128", "sra"
-WARM_UP_STEPS, TIMED_STEPS = 3, 3
+# Gains are measured in steps 1 and 3.
+WARM_UP_STEPS, TIMED_STEPS = 5, 3
 # Calls of CUDA that are counted. CuPy launches kernels by the driver's.
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
@@ -72,10 +73,14 @@ class GpuRecord:
 
 
 class _DeviceClock:
-    """Lets the device sleep each layer's share of backward, and marks when its gradient is computed."""
+    """Lets the device sleep each layer's share of backward, and marks when its gradient is computed.
 
-    def __init__(self, cycles: Sequence[int]) -> None:
-        self._cycles = cycles
+    All hooks are called while the device still sleeps, as in a real training.
+    """
+
+    def __init__(self, shares: Sequence[float]) -> None:
+        cycles = APART_BACKWARD_S * len(shares) * _cycles_a_second()
+        self._cycles = [int(share * cycles) for share in shares]
         self._begin_s = 0.0
 
     def begin(self) -> None:
@@ -93,19 +98,25 @@ class _DeviceClock:
         return [self._begin_s + mark.seconds_since(self._begun) for mark in self._computed]
 
 
+_MakeClock = Callable[[Sequence[float]], BackwardClock | _DeviceClock]
+
+
 class _Way:
     """One way to average the gradients of one model."""
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], backward_s: float, codec: str | None, bucket_mb: int) -> None:
-        """`codec`: None averages by DDP alone; "noop" not at all."""
+    def __init__(
+        self, shapes: Sequence[tuple[int, ...]], codec: str | None, bucket_mb: int, make_clock: _MakeClock
+    ) -> None:
+        """
+        codec       None averages by DDP alone; "noop" not at all
+        make_clock  gets each layer's share of backward, in the order of backward
+        """
         gradients = [gradient.cuda() for gradient in fixed_gradients(shapes, seed=dist.get_rank())]
         total = sum(gradient.numel() for gradient in gradients)
-        cycles_a_s = _cycles_a_second()
-        shares = [backward_s * gradient.numel() / total for gradient in reversed(gradients)]
-        self.clock = _DeviceClock([int(share * cycles_a_s) for share in shares])
+        self.clock = make_clock([gradient.numel() / total for gradient in reversed(gradients)])
         names = [f"layer{index}" for index in range(len(shapes))]
         self.model = DistributedDataParallel(
-            SleepingModel(names, gradients, self.clock),  # type: ignore[arg-type]  # begins and waits as a BackwardClock
+            SleepingModel(names, gradients, self.clock),  # type: ignore[arg-type]  # both begin and wait
             bucket_cap_mb=bucket_mb,
             init_sync=False,
             gradient_as_bucket_view=True,
@@ -136,11 +147,19 @@ class _Way:
         return len(self.attachment.plan.groups)
 
 
+def _host_clock(shares: Sequence[float]) -> BackwardClock:
+    """Return a clock whose backward sleeps on the host: kernels of two processes would take turns on one GPU."""
+    return BackwardClock([LARGE_BACKWARD_S * share for share in shares])
+
+
 @contextmanager
 def _at_work(
-    shapes: Sequence[tuple[int, ...]], backward_s: float, codec: str | None, bucket_mb: int = 25
+    shapes: Sequence[tuple[int, ...]],
+    codec: str | None,
+    bucket_mb: int = 25,
+    make_clock: _MakeClock = _host_clock,
 ) -> Iterator[_Way]:
-    way = _Way(shapes, backward_s, codec, bucket_mb)
+    way = _Way(shapes, codec, bucket_mb, make_clock)
     try:
         for _ in range(WARM_UP_STEPS):
             way.step()
@@ -164,12 +183,13 @@ def _cycles_a_second() -> float:
 
 
 def _measure_overlap(record: GpuRecord) -> None:
-    with _at_work(APART_SHAPES, APART_BACKWARD_S * len(APART_SHAPES), CODEC, bucket_mb=1) as way:
+    with _at_work(APART_SHAPES, CODEC, 1, _DeviceClock) as way:
         way.step()
         record.num_groups = way.num_groups()
         # The last layer is computed first, as its group is.
-        computed_s = sorted(way.clock.computed_s())
+        assert isinstance(way.clock, _DeviceClock)
         assert way.attachment is not None
+        computed_s = sorted(way.clock.computed_s())
         begun_s: dict[int, float] = {}
         for span in way.attachment.last_spans:
             if span.phase == "encode":
@@ -178,7 +198,7 @@ def _measure_overlap(record: GpuRecord) -> None:
             raise BenchError(f"{len(begun_s)} groups encode {len(computed_s)} layers; each has to be a group")
         record.lags_s = [begun - done for begun, done in zip(sorted(begun_s.values()), computed_s, strict=True)]
         calls = _calls(way)
-    with _at_work(APART_SHAPES, APART_BACKWARD_S * len(APART_SHAPES), "noop", bucket_mb=1) as way:
+    with _at_work(APART_SHAPES, "noop", 1, _DeviceClock) as way:
         calls.subtract(_calls(way))
     record.calls = dict(calls)
 
@@ -199,7 +219,7 @@ def _measure_large(record: GpuRecord, way_name: str, codec: str | None) -> None:
     STREAMS.wait_for_all()
     torch.cuda.reset_peak_memory_stats()
     device_before, pinned_before = torch.cuda.memory_allocated(), _pinned_bytes()
-    with _at_work(LARGE_SHAPES, LARGE_BACKWARD_S, codec) as way:
+    with _at_work(LARGE_SHAPES, codec) as way:
         cpu_s = _engine_cpu_s()
         seconds = torch.tensor([way.step() for _ in range(TIMED_STEPS)], dtype=torch.float64)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
