@@ -40,7 +40,7 @@ class Stamp:
 
 
 class Room:
-    """Memory for messages, without initial values. It is taken when it is first used.
+    """Memory for messages, without initial values. It is taken when it is first used, also after `release`.
 
     device  of the codec
     """
@@ -71,6 +71,11 @@ class Room:
     def part(self, start: int, stop: int) -> Room:
         """Return the bytes [start, stop)."""
         return Room(stop - start, self.device, whole=self, start=start)
+
+    def release(self) -> None:
+        """Give the memory back: torch keeps it for the next room. Parts that are in use keep the whole."""
+        self.__dict__.pop("host", None)
+        self.__dict__.pop("elsewhere", None)
 
     def copy_out(self) -> Mark:
         """Copy `elsewhere` to `host`, and return the end of the copy. Nothing to do if both are the same."""

@@ -89,3 +89,5 @@ class _AllgatherLane:
             run_N.copy_(sum_N)
         phases.lap("decode")
         yield going
+        for parcel in self._parcels:
+            parcel.release()

@@ -13,14 +13,13 @@ Sums are made in rank order, the owner's own chunk first, whichever message come
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from cgx_ray.codecs.codec import HOST, Codec, PayloadRow
 from cgx_ray.codecs.float32_room import in_float32
-from cgx_ray.collectives.parcel import Parcel, Step, copied_out, side_by_side
+from cgx_ray.collectives.parcel import Step, copied_out, padded_bytes, side_by_side
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.transport.transport_like import Handle, TransportLike
 
@@ -53,22 +52,19 @@ class DirectLane:
         self._transport = transport
         self._is_on_host = codec.device == HOST
         rank, peers = transport.rank, transport.peers
+        numels = {chunk: bounds[chunk][1] - bounds[chunk][0] for chunk in (*peers, rank)}
         # By chunk: the part of it that this rank sends to the owner, then the owner's message with the sum.
-        self._room, parcels = side_by_side(codec, [bounds[peer][1] - bounds[peer][0] for peer in peers])
-        self._of_chunk = dict(zip(peers, parcels, strict=True))
-        self._of_chunk[rank] = Parcel(codec, bounds[rank][1] - bounds[rank][0])
+        room, parcels = side_by_side(codec, list(numels.values()))
+        self._of_chunk = dict(zip(numels, parcels, strict=True))
+        self._of_others = room.part(0, sum(padded_bytes(codec, numels[peer]) for peer in peers))
+        # By peer, its message with its part of the own chunk. They lie in rank order, as they are added.
+        own_room, own_parcels = side_by_side(codec, [numels[rank]] * len(peers))
+        self._of_own = dict(zip(sorted(peers), own_parcels, strict=True))
+        self._rooms = room, self._of_others, own_room
         self._coming: dict[int, Handle] = {}
         self._going: dict[int, Handle] = {}
-        self.scattered_bytes = sum(parcel.num_bytes for parcel in parcels)
+        self.scattered_bytes = sum(self._of_chunk[peer].num_bytes for peer in peers)
         self.gathered_bytes = len(peers) * self._of_chunk[rank].num_bytes
-
-    @cached_property
-    def _of_own(self) -> dict[int, Parcel]:
-        """Return, by peer, its message with its part of the own chunk. They lie in rank order, as they are added."""
-        peers = sorted(self._transport.peers)
-        start, stop = self._bounds[self._transport.rank]
-        _, parcels = side_by_side(self._codec, [stop - start] * len(peers))
-        return dict(zip(peers, parcels, strict=True))
 
     def begin(self, step: Step) -> None:
         """With codec none, let messages lie in the gradient."""
@@ -88,7 +84,7 @@ class DirectLane:
         """Send the others their chunks."""
         for peers in self._coded_together():
             self._codec.encode_rows([self._row(peer, step, step.run_of(self._bounds[peer])) for peer in peers])
-            yield from copied_out(self._room, step.phases)
+            yield from copied_out(self._of_others, step.phases)
             for peer in peers:
                 self._of_chunk[peer].seal(step.stamp)
                 step.phases.lap("encode")
@@ -179,9 +175,14 @@ class DirectLane:
             step.phases.lap("decode")
 
     def finish_sends(self) -> Iterator[Handle]:
-        """Wait until every message has left, so that its memory may change."""
+        """Wait until every message has left, so that its memory may change. The lane is done with it."""
         yield from self._going.values()
         self._going.clear()
+        if not self._is_on_host:
+            for parcel in (*self._of_chunk.values(), *self._of_own.values()):
+                parcel.release()
+            for room in self._rooms:
+                room.release()
 
     def _coded_together(self) -> Sequence[Sequence[int]]:
         """Return the peers, those together whose messages one call encodes or decodes."""

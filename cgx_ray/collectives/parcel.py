@@ -53,7 +53,7 @@ class Parcel:
     payload  what codecs write and read
     room     the memory of the message
 
-    It takes memory when it is first used. With codec none a parcel may borrow memory of the gradient: its payload is
+    It takes memory when it is first used, also after `release`. With codec none a parcel may borrow memory of the gradient: its payload is
     then sent from there and received into it, without a copy. Raises PlanError if the payload is too long for the
     header's length field.
     """
@@ -88,6 +88,17 @@ class Parcel:
         """With codec none, use `run_N` as the payload from now on. Other codecs ignore this."""
         if self._is_two and self._codec.device == HOST:
             self._message.borrow(run_N.view(torch.uint8))
+
+    def release(self) -> None:
+        """Give the memory back, if a device encodes: an exchange needs it again in the next step only.
+
+        What the device was asked to do with the memory, it does first.
+        """
+        if self._codec.device == HOST:
+            return
+        self.__dict__.pop("_message", None)
+        if self._room is not None:
+            self._room.release()
 
     def seal(self, stamp: Stamp) -> None:
         """Write the header. Call it when the payload is complete, and on the host."""
@@ -132,9 +143,14 @@ def message_bytes(codec: Codec, numel: int) -> int:
     return HEADER_BYTES + payload_bytes
 
 
+def padded_bytes(codec: Codec, numel: int) -> int:
+    """Return the bytes that a message of `numel` elements takes of a common memory."""
+    return -(-message_bytes(codec, numel) // _ALIGNMENT) * _ALIGNMENT
+
+
 def side_by_side(codec: Codec, numels: Sequence[int]) -> tuple[Room, list[Parcel]]:
     """Return parcels of these numbers of elements, and their common memory: one copy takes all of them to the host."""
-    sizes = [-(-message_bytes(codec, numel) // _ALIGNMENT) * _ALIGNMENT for numel in numels]
+    sizes = [padded_bytes(codec, numel) for numel in numels]
     room = Room(sum(sizes), codec.device)
     starts = itertools.accumulate(sizes, initial=0)
     parts = [room.part(start, start + size) for start, size in zip(starts, sizes, strict=False)]

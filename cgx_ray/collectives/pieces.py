@@ -1,7 +1,8 @@
 """Chunks of a gradient, their pieces, and how the exchanges of several pieces overlap.
 
 Schemes cut a gradient into chunks, one per rank. Chunks of more than `PIECE_BYTES` encoded are cut once more, into
-pieces with one message and one header each: while one piece is encoded or decoded, messages of the others travel.
+pieces with one message and one header each: while one piece is encoded or decoded, messages of the others travel. On a
+device a piece costs the host as much as it does on a CPU, but it is encoded in microseconds: pieces are longer there.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from cgx_ray.codecs.codec import Codec
+from cgx_ray.codecs.codec import HOST, Codec
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.transport.transport_like import Handle, TransportLike
 from cgx_ray.plan import PIECE_BYTES
 from cgx_ray.runtime_ext.streams import Mark
+
+# Encoded bytes of a piece that a device encodes: 3 ms at 10 Gbit/s. On an H100 the host needs some 2 ms for a piece.
+DEVICE_PIECE_BYTES = 4 << 20
 
 
 def chunk_bounds(numel: int, num_chunks: int, granule: int) -> list[tuple[int, int]]:
@@ -42,14 +46,15 @@ class Piece:
 
 
 def cut(codec: Codec, chunks: Sequence[tuple[int, int]], transport: TransportLike) -> list[Piece]:
-    """Cut every chunk into the same number of pieces, each of about `PIECE_BYTES` encoded.
+    """Cut every chunk into the same number of pieces, each of about `PIECE_BYTES` or `DEVICE_PIECE_BYTES` encoded.
 
     chunks  by chunk, its elements [start, stop) of the gradient
 
     A transport on which few messages may be under way gets one piece.
     """
     longest_bytes = max(codec.payload_bytes(stop - start) for start, stop in chunks)
-    num_pieces = max(1, -(-longest_bytes // PIECE_BYTES)) if transport.takes_many else 1
+    piece_bytes = PIECE_BYTES if codec.device == HOST else DEVICE_PIECE_BYTES
+    num_pieces = max(1, -(-longest_bytes // piece_bytes)) if transport.takes_many else 1
     of_chunk = [
         [(start + first, start + last) for first, last in chunk_bounds(stop - start, num_pieces, codec.granule)]
         for start, stop in chunks

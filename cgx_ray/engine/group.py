@@ -21,6 +21,12 @@ from cgx_ray.errors import CGXError
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Device, GroupPlan, Intra, Layer, Plan, Scheme
 from cgx_ray.runtime_ext.streams import DONE, Mark, streams_of
 
+# Bytes that a rank may send for groups that are not done. Other ranks have to keep them if they come before these
+# ranks have begun the groups. It is ten times what DDP's default bucket sends between many ranks.
+WINDOW_BYTES = 512 << 20
+# The same where a device encodes: messages take its memory, and pinned memory of the host, while a group is under way.
+DEVICE_WINDOW_BYTES = 64 << 20
+
 
 class Group:
     """Buffers and state of one GroupPlan. Lives from one plan switch to the next.
@@ -101,7 +107,10 @@ class Group:
 
     @cached_property
     def _flat_N(self) -> Tensor:  # noqa: N802 - tensors end in their dimensions
-        """Return memory for all gradients, which groups whose layers lie side by side in a bucket do not use."""
+        """Return memory for all gradients, which groups whose layers lie side by side in a bucket do not use.
+
+        On a device it is given back after each step: the next group takes it, or DDP.
+        """
         if self._crosses:
             return self._streams.host_memory(self.numel, self._dtype)
         return torch.empty(self.numel, dtype=self._dtype, device=self._device)
@@ -110,6 +119,11 @@ class Group:
     def is_enqueued(self) -> bool:
         """True if a device sums it after the marks of its gradients, without the host, unless gains are measured."""
         return self._is_enqueued or bool(self._sums)
+
+    @property
+    def window_bytes(self) -> int:
+        """Most bytes that a rank may send for groups that are not done, this one among them."""
+        return WINDOW_BYTES if self._device == HOST or self.is_enqueued else DEVICE_WINDOW_BYTES
 
     @property
     def sent_bytes(self) -> int:
@@ -208,6 +222,8 @@ class Group:
         if metered is not None and self._own_memory is not None and energy > 0 and self.is_finite:
             left_N = self._own_memory.next_N
             metered.correct(self.index, str(self.plan.option.flat()), lambda: 1 - float(left_N.norm()) ** 2 / energy)
+        if self._device != HOST:
+            self.__dict__.pop("_flat_N", None)
         phases.lap("decode")
         self._arrived.clear()
 

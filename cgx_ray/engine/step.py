@@ -30,11 +30,6 @@ USUAL_STEPS, LEAST_STEPS = 31, 3
 PAUSE_FACTOR = 2.0
 
 
-# Bytes that a rank may send for groups that are not done. Other ranks have to keep them if they come before these
-# ranks have begun the groups. It is ten times what DDP's default bucket sends between many ranks.
-WINDOW_BYTES = 512 << 20
-
-
 class StepClock:
     """The time at which the step under way began, which is when the host had ended the step before it.
 
@@ -342,7 +337,7 @@ class StepRun:
             return group
         begun_bytes = sum(one.group.sent_bytes for one in self._under_way)
         is_free = self._transport.takes_many and not any(one.group.keeps_order for one in self._under_way)
-        return group if is_free and begun_bytes + group.sent_bytes <= WINDOW_BYTES else None
+        return group if is_free and begun_bytes + group.sent_bytes <= group.window_bytes else None
 
     def _awaited_before(self, group: Group | None) -> Mark | None:
         """Return what the device must come to before `group`, the next one, begins; None if it can begin now.

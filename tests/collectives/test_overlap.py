@@ -43,7 +43,7 @@ def _run_scheme(
     rank: int, scheme: str, codec: str, piece_bytes: int, kind: str, num_steps: int, device: str = "cpu"
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Return the averages by step, and this rank's residual at the end."""
-    pieces.PIECE_BYTES = piece_bytes
+    pieces.PIECE_BYTES = pieces.DEVICE_PIECE_BYTES = piece_bytes
     made, link = make_codec(CodecSpec.parse(codec), device=torch.device(device)), _transport(kind)
     exchange, memory = make_exchange(made, Scheme(scheme), NUMEL, 4, link), made.new_memory(NUMEL)
     results = []
@@ -85,7 +85,7 @@ def test_pieces_change_no_bit_where_no_random_numbers_are_drawn(codec: str, sche
 
 
 def _average_exactly(rank: int, scheme: str) -> torch.Tensor:
-    pieces.PIECE_BYTES = CUT
+    pieces.PIECE_BYTES = pieces.DEVICE_PIECE_BYTES = CUT
     codec, link = make_codec(CodecSpec.parse("none")), _transport("tcp")
     grad_N = _gradient(rank, 0)
     stamp = Stamp(plan_version=0, step=0, group=0, codec="none")
@@ -129,7 +129,7 @@ def test_in_pieces_what_was_not_sent_is_in_the_residuals_and_ranks_agree(scheme:
 
 def _average_of_alike(rank: int) -> torch.Tensor:
     """Average two equal gradients of one repeated bucket: pieces of one bucket differ only by their random numbers."""
-    pieces.PIECE_BYTES = 1
+    pieces.PIECE_BYTES = pieces.DEVICE_PIECE_BYTES = 1
     codec = make_codec(CodecSpec.parse("qsgd:bits=2,bucket_size=128"))
     link = _transport("tcp")
     grad_N = torch.randn(128, generator=torch.Generator().manual_seed(0)).repeat(8)
@@ -184,7 +184,7 @@ def _held_back(rank: int, scheme: str, piece_bytes: int) -> tuple[float, int]:
     """Return the seconds that a simulated link held messages back in one exchange, and the bytes that a rank sent."""
     for module in (simulated_link, transport):
         module.time = _Clock  # type: ignore[attr-defined]
-    pieces.PIECE_BYTES = piece_bytes
+    pieces.PIECE_BYTES = pieces.DEVICE_PIECE_BYTES = piece_bytes
     codec = make_codec(CodecSpec.parse("none"))
     link = _transport("tcp", cgx_ray.SimulatedLink(latency_s=1000.0, schedule=((0, 8.0),)))
     exchange = make_exchange(codec, Scheme(scheme), 3 * 1000, 4, link)
@@ -208,7 +208,7 @@ def test_a_simulated_link_holds_back_every_byte_and_up_to_a_hop_per_message_and_
 
 
 def _sent_bytes(rank: int, piece_bytes: int, kind: str) -> int:
-    pieces.PIECE_BYTES = piece_bytes
+    pieces.PIECE_BYTES = pieces.DEVICE_PIECE_BYTES = piece_bytes
     link = _transport(kind)
     sent_bytes = make_exchange(make_codec(CodecSpec.parse("none")), Scheme.SRA, 3000, 4, link).sent_bytes
     dist.barrier()

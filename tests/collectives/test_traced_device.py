@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import NamedTuple
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import cgx_ray
 from cgx_ray.codecs.codec import HOST
+from cgx_ray.codecs.wire import Room
 from cgx_ray.collectives import Transport
 from cgx_ray.collectives.transport.tcp import connect_mesh
 from cgx_ray.engine.engine import Engine
@@ -208,6 +210,28 @@ def test_without_any_one_wait_a_race_is_found(case: tuple[str, str, str], residu
     for site in sorted(sites):
         errors = [outcome.error for outcome in run_ranks(2, _train, case, 0, site, residual)]
         assert any(error is not None and "are not ordered" in error for error in errors), (site, errors)
+
+
+def _kept_rooms(rank: int, scheme: str) -> list[int]:
+    """Return how many messages of an engine have memory after a step: on a device, then on the CPU."""
+    found = []
+    for device in (TracedDevice(0), None):
+        if device is not None:
+            device.install(None)
+        run = Run(rank, ("qsgd", scheme, "auto"), device, None)
+        run.step()
+        run.engine.state()  # waits for the end of the step
+        rooms = [one for one in gc.get_objects() if isinstance(one, Room) and one.device == run.engine.device]
+        found.append(sum("host" in vars(room) or "elsewhere" in vars(room) for room in rooms))
+        run.engine.close()
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["sra", "allgather"])
+def test_messages_give_back_the_memory_of_a_device_after_each_step(scheme: str) -> None:
+    for on_device, on_cpu in run_ranks(2, _kept_rooms, scheme):
+        assert on_device == 0
+        assert on_cpu >= 4
 
 
 def test_a_dense_group_costs_one_launch_and_one_sum_and_no_wait() -> None:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import cgx_ray
 from cgx_ray.collectives import Transport
 from cgx_ray.collectives.direct import DirectLane
-from cgx_ray.engine import step as engine_step
+from cgx_ray.engine import group as engine_group
 from cgx_ray.engine.step_sample import exchange_seconds
 from cgx_ray.plan import CodecSpec, GroupPlan, Option, Plan, Scheme
 
@@ -44,7 +44,7 @@ def _one_group_per_layer(model: DistributedDataParallel, world_size: int) -> Pla
 
 
 def _one_at_a_time() -> None:
-    engine_step.WINDOW_BYTES = 0
+    engine_group.WINDOW_BYTES = engine_group.DEVICE_WINDOW_BYTES = 0
 
 
 def _in_any_order(rank: int) -> None:
