@@ -41,8 +41,8 @@ test-faults: system .venv/.installed
 GPU_TESTS = $(sort $(filter-out tests/ray/%,$(shell grep -rl --include='test_*.py' 'pytest\.mark\.gpu' tests)))
 
 # Uses what PYTHON has, and neither .venv, Ray nor the network: torch, CuPy, cuda-bindings, nanobind, psutil, pytest,
-# pytest-timeout and hypothesis, and cmake. PYTHONSAFEPATH keeps ./cgx_ray, which lacks the native module, off the path,
-# also in processes that tests start.
+# pytest-timeout, hypothesis and cmake, and for the bench click, rich and matplotlib. PYTHONSAFEPATH keeps ./cgx_ray,
+# which lacks the native module, off the path, also in processes that tests start.
 # Deprecations are no errors, because the versions are not those of constraints.txt.
 test-gpu:
 	@rm -rf build/gpu/cgx_ray && mkdir -p build/gpu && cp -rL cgx_ray build/gpu/
@@ -50,7 +50,10 @@ test-gpu:
 	cmake --build build/gpu/native --parallel
 	@cp build/gpu/native/_native*.so build/gpu/cgx_ray/runtime_ext/
 	@cp build/gpu/native/_search*.so build/gpu/cgx_ray/planner/
-	PYTHONSAFEPATH=1 PYTHONPATH=build/gpu $(PYTHON) -m pytest -m gpu -W default::DeprecationWarning $(GPU_TESTS) $(ARGS)
+	@export PYTHONSAFEPATH=1 PYTHONPATH=build/gpu:$(CURDIR); failed=0; \
+	$(PYTHON) -m pytest -m gpu -W default::DeprecationWarning $(GPU_TESTS) $(ARGS) || failed=1; \
+	$(PYTHON) -m bench gpu --json build/gpu/verdict.json || failed=1; \
+	exit $$failed
 
 # Decoders of all codecs, and what strangers write, under AddressSanitizer and UBSan; mesh, rings, LocalGroup and the
 # kernels' threads under ThreadSanitizer. QUICK=1 takes about a minute, as in CI.

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from bench.gpu.rank import LAUNCHES, WAITS, GpuRecord
+from bench.gpu.rank import LAUNCHES, WAITS, WATCHES, GpuRecord
 from bench.shared.ranks import run_ranks
 from bench.shared.runner import BenchRun, bench_command
 from cgx_ray.errors import ConfigError
@@ -47,8 +47,9 @@ def rows_of(record: GpuRecord) -> list[Row]:
         Row(name="prompt_groups", value=prompt, unit="groups", limit=len(record.lags_s), goal=">= 9"),
         Row(name="longest_lag", value=1e3 * max(record.lags_s), unit="ms"),
     ]
-    kinds = {
+    kinds: dict[str, tuple[tuple[str, ...], str | None]] = {
         "waits": (WAITS, "<= 0"),
+        "watches": (WATCHES, None),
         "launches": (LAUNCHES, "<= 3"),
         "copies_out": (("Memcpy DtoH (Device -> Pinned)",), "<= 2"),
         "copies_in": (("Memcpy HtoD (Pinned -> Device)",), "<= 2"),

@@ -43,7 +43,9 @@ CODEC, SCHEME = "qsgd:bits=4,bucket_size=128", "sra"
 # Gains are measured in steps 1 and 3.
 WARM_UP_STEPS, TIMED_STEPS = 5, 3
 # Calls of CUDA that are counted. CuPy launches kernels by the driver's.
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize")
+# By threads that do nothing else.
+WATCHES = ("cudaEventSynchronize",)
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 
 
@@ -72,7 +74,7 @@ class GpuRecord:
     pinned_bytes: dict[str, int] = field(default_factory=dict)
 
 
-class _DeviceClock:
+class _KernelClock:
     """Lets the device sleep each layer's share of backward, and marks when its gradient is computed.
 
     All hooks are called while the device still sleeps, as in a real training.
@@ -98,7 +100,7 @@ class _DeviceClock:
         return [self._begin_s + mark.seconds_since(self._begun) for mark in self._computed]
 
 
-_MakeClock = Callable[[Sequence[float]], BackwardClock | _DeviceClock]
+_MakeClock = Callable[[Sequence[float]], BackwardClock | _KernelClock]
 
 
 class _Way:
@@ -183,11 +185,11 @@ def _cycles_a_second() -> float:
 
 
 def _measure_overlap(record: GpuRecord) -> None:
-    with _at_work(APART_SHAPES, CODEC, 1, _DeviceClock) as way:
+    with _at_work(APART_SHAPES, CODEC, 1, _KernelClock) as way:
         way.step()
         record.num_groups = way.num_groups()
         # The last layer is computed first, as its group is.
-        assert isinstance(way.clock, _DeviceClock)
+        assert isinstance(way.clock, _KernelClock)
         assert way.attachment is not None
         computed_s = sorted(way.clock.computed_s())
         begun_s: dict[int, float] = {}
@@ -198,7 +200,7 @@ def _measure_overlap(record: GpuRecord) -> None:
             raise BenchError(f"{len(begun_s)} groups encode {len(computed_s)} layers; each has to be a group")
         record.lags_s = [begun - done for begun, done in zip(sorted(begun_s.values()), computed_s, strict=True)]
         calls = _calls(way)
-    with _at_work(APART_SHAPES, "noop", 1, _DeviceClock) as way:
+    with _at_work(APART_SHAPES, "noop", 1, _KernelClock) as way:
         calls.subtract(_calls(way))
     record.calls = dict(calls)
 

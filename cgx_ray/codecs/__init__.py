@@ -7,11 +7,15 @@ from functools import cache
 from importlib import import_module
 
 import torch
+from torch import Tensor
 
 from cgx_ray.codecs.codec import HOST, KINDS, Codec, Memory
 from cgx_ray.codecs.sparse import Sparse
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecRecord, CodecSpec, Layer
+
+# After a payload, where encoding must not write.
+_GUARD_BYTES = 256
 
 
 def make_codec(
@@ -30,13 +34,45 @@ def make_codec(
 
 
 def build_kernels(specs: Iterable[CodecSpec], device: torch.device) -> None:
-    """Compile and load the kernels of these codecs, so that no step has to. On a CPU nothing happens.
+    """Compile, load and try the kernels of these codecs, so that no step has to. On a CPU nothing happens.
 
-    Raises RuntimeError if one does not compile, OSError if it cannot be written anywhere, ConfigError as `make_codec`.
+    Raises RuntimeError if one does not compile or computes other bits than the CPU, OSError if it cannot be written
+    anywhere, ConfigError as `make_codec`.
     """
     if device.type == "cuda":
         for spec in dict.fromkeys(specs):
-            make_codec(spec, device=device).build_kernels()
+            codec = make_codec(spec, device=device)
+            codec.build_kernels()
+            # Only codecs that have kernels promise the same bits.
+            if type(codec).build_kernels is not Codec.build_kernels:
+                _try_kernels(spec, device)
+
+
+@cache
+def _try_kernels(spec: CodecSpec, device: torch.device) -> None:
+    """Raise RuntimeError unless `device` codes a gradient as a CPU does and writes nowhere else.
+
+    The compiler comes with torch in many versions, for many devices, and a wrong bit would show in no loss for long.
+    """
+    if not all(map(torch.equal, _coded(spec, HOST), _coded(spec, device))):
+        raise RuntimeError(
+            f"codec {spec} computes other bits on {device} than on a CPU. A mistake of the compiler, NVRTC, is likely: "
+            'use another version of torch, let the host encode (device="cpu" of the plan), and please report it'
+        )
+
+
+def _coded(spec: CodecSpec, device: torch.device) -> list[Tensor]:
+    """Return what a codec writes on `device`, on the host: payload with the bytes after it, gradient, residual."""
+    codec = make_codec(spec, device=device)
+    # Neither the last quantization bucket nor its last row is full.
+    numel = 3 * codec.granule + 1009
+    grad_N = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
+    num_bytes = codec.payload_bytes(numel)
+    room = torch.zeros(num_bytes + _GUARD_BYTES, dtype=torch.uint8, device=device)
+    memory, out_N = codec.new_memory(numel, device), torch.zeros_like(grad_N)
+    codec.encode(grad_N, room[:num_bytes], 1, memory)
+    codec.decode(room[:num_bytes], out_N, add=False, key=1)
+    return [room.cpu(), out_N.cpu(), *([memory.next_N.cpu()] if memory is not None else [])]
 
 
 @cache

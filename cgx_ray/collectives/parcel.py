@@ -53,9 +53,9 @@ class Parcel:
     payload  what codecs write and read
     room     the memory of the message
 
-    It takes memory when it is first used, also after `release`. With codec none a parcel may borrow memory of the gradient: its payload is
-    then sent from there and received into it, without a copy. Raises PlanError if the payload is too long for the
-    header's length field.
+    It takes memory when it is first used, also after `release`. With codec none a parcel may borrow memory of the
+    gradient: its payload is then sent from there and received into it, without a copy. Raises PlanError if the payload
+    is too long for the header's length field.
     """
 
     def __init__(self, codec: Codec, numel: int, room: Room | None = None) -> None:
