@@ -66,7 +66,8 @@ def _coded(spec: CodecSpec, device: torch.device) -> list[Tensor]:
     codec = make_codec(spec, device=device)
     # Neither the last quantization bucket nor its last row is full.
     numel = 3 * codec.granule + 1009
-    grad_N = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
+    generator = torch.Generator(HOST).manual_seed(0)
+    grad_N = torch.randn(numel, generator=generator, dtype=torch.float32, device=HOST).to(device)
     num_bytes = codec.payload_bytes(numel)
     room = torch.zeros(num_bytes + _GUARD_BYTES, dtype=torch.uint8, device=device)
     memory, out_N = codec.new_memory(numel, device), torch.zeros_like(grad_N)

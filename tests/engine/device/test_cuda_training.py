@@ -1,6 +1,6 @@
 """Whole trainings of two ranks on one GPU, by what users add to a plain one; on CPUs too, to show that it can pass.
 
-test_cuda_engine.py compares bits.
+tests/engine/test_cuda_engine.py compares bits.
 """
 
 from __future__ import annotations
