@@ -36,8 +36,8 @@ def make_codec(
 def build_kernels(specs: Iterable[CodecSpec], device: torch.device) -> None:
     """Compile, load and try the kernels of these codecs, so that no step has to. On a CPU nothing happens.
 
-    Raises RuntimeError if one does not compile or computes other bits than the CPU, OSError if it cannot be written
-    anywhere, ConfigError as `make_codec`.
+    Raises RuntimeError if one does not compile, OSError if it cannot be written anywhere, ConfigError as `make_codec` or
+    if one computes other bits than the CPU.
     """
     if device.type == "cuda":
         for spec in dict.fromkeys(specs):
@@ -50,12 +50,12 @@ def build_kernels(specs: Iterable[CodecSpec], device: torch.device) -> None:
 
 @cache
 def _try_kernels(spec: CodecSpec, device: torch.device) -> None:
-    """Raise RuntimeError unless `device` codes a gradient as a CPU does and writes nowhere else.
+    """Raise ConfigError unless `device` codes a gradient as a CPU does and writes nowhere else.
 
     The compiler comes with torch in many versions, for many devices, and a wrong bit would show in no loss for long.
     """
     if not all(map(torch.equal, _coded(spec, HOST), _coded(spec, device))):
-        raise RuntimeError(
+        raise ConfigError(
             f"codec {spec} computes other bits on {device} than on a CPU. A mistake of the compiler, NVRTC, is likely: "
             'use another version of torch, let the host encode (device="cpu" of the plan), and please report it'
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cgx_ray import codecs
 from cgx_ray.codecs.codec import HOST, Codec, Memory
+from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Layer
 
 # Not HOST, but the CPU all the same.
@@ -68,5 +69,5 @@ def test_a_device_that_codes_otherwise_is_refused(mistake: Any, monkeypatch: pyt
         return codec
 
     monkeypatch.setattr(codecs, "make_codec", make_wrong)
-    with pytest.raises(RuntimeError, match=r"codec ef_signsgd.* computes other bits on cpu:0 than on a CPU"):
+    with pytest.raises(ConfigError, match=r"codec ef_signsgd.* computes other bits on cpu:0 than on a CPU"):
         codecs._try_kernels.__wrapped__(CodecSpec.parse("ef_signsgd"), ELSEWHERE)
