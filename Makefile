@@ -40,7 +40,8 @@ test-faults: system .venv/.installed
 # Files with a test marked gpu, except in tests/ray: those need Ray.
 GPU_TESTS = $(sort $(filter-out tests/ray/%,$(shell grep -rl --include='test_*.py' 'pytest\.mark\.gpu' tests)))
 
-# Uses what PYTHON has, and neither .venv, Ray nor the network: torch, CuPy, cuda-bindings, nanobind, psutil, pytest,
+# Tests on a GPU, `bench gpu`, and every codec under compute-sanitizer where there is one. All parts run, also after one
+# has failed. Uses what PYTHON has, and neither .venv, Ray nor the network: torch, CuPy, cuda-bindings, nanobind, psutil, pytest,
 # pytest-timeout, hypothesis and cmake, and for the bench click, rich and matplotlib. PYTHONSAFEPATH keeps ./cgx_ray,
 # which lacks the native module, off the path, also in processes that tests start.
 # Deprecations are no errors, because the versions are not those of constraints.txt.
@@ -53,6 +54,9 @@ test-gpu:
 	@export PYTHONSAFEPATH=1 PYTHONPATH=build/gpu:$(CURDIR); failed=0; \
 	$(PYTHON) -m pytest -m gpu -W default::DeprecationWarning $(GPU_TESTS) $(ARGS) || failed=1; \
 	$(PYTHON) -m bench gpu --json build/gpu/verdict.json || failed=1; \
+	for tool in $$(command -v compute-sanitizer >/dev/null && echo memcheck racecheck initcheck); do echo "$$tool:"; \
+	PYTHONPATH=build/gpu:tests timeout 60 compute-sanitizer --tool $$tool --error-exitcode 1 \
+	$(PYTHON) -m support.cuda.small_run || failed=1; done; \
 	exit $$failed
 
 # Decoders of all codecs, and what strangers write, under AddressSanitizer and UBSan; mesh, rings, LocalGroup and the

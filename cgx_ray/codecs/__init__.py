@@ -9,7 +9,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from cgx_ray.codecs.codec import HOST, KINDS, Codec, Memory
+from cgx_ray.codecs.codec import HOST, KINDS, Codec, Memory, PayloadRow
 from cgx_ray.codecs.sparse import Sparse
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecRecord, CodecSpec, Layer
@@ -36,8 +36,8 @@ def make_codec(
 def build_kernels(specs: Iterable[CodecSpec], device: torch.device) -> None:
     """Compile, load and try the kernels of these codecs, so that no step has to. On a CPU nothing happens.
 
-    Raises RuntimeError if one does not compile, OSError if it cannot be written anywhere, ConfigError as `make_codec` or
-    if one computes other bits than the CPU.
+    Raises RuntimeError if one does not compile, OSError if it cannot be written anywhere, ConfigError as `make_codec`
+    and if one computes other bits than the CPU.
     """
     if device.type == "cuda":
         for spec in dict.fromkeys(specs):
@@ -62,18 +62,21 @@ def _try_kernels(spec: CodecSpec, device: torch.device) -> None:
 
 
 def _coded(spec: CodecSpec, device: torch.device) -> list[Tensor]:
-    """Return what a codec writes on `device`, on the host: payload with the bytes after it, gradient, residual."""
+    """Return what a codec writes on `device`, on the host: payloads with the bytes after them, gradient, residual."""
     codec = make_codec(spec, device=device)
     # Neither the last quantization bucket nor its last row is full.
     numel = 3 * codec.granule + 1009
     generator = torch.Generator(HOST).manual_seed(0)
     grad_N = torch.randn(numel, generator=generator, dtype=torch.float32, device=HOST).to(device)
     num_bytes = codec.payload_bytes(numel)
-    room = torch.zeros(num_bytes + _GUARD_BYTES, dtype=torch.uint8, device=device)
+    room, sum_room = (torch.zeros(num_bytes + _GUARD_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     memory, out_N = codec.new_memory(numel, device), torch.zeros_like(grad_N)
     codec.encode(grad_N, room[:num_bytes], 1, memory)
     codec.decode(room[:num_bytes], out_N, add=False, key=1)
-    return [room.cpu(), out_N.cpu(), *([memory.next_N.cpu()] if memory is not None else [])]
+    if codec.record.is_reencoded:
+        codec.sum_rows(PayloadRow(grad_N, sum_room[:num_bytes], 2, memory), [room[:num_bytes]], 2)
+    written = [room, sum_room, out_N, *([memory.next_N] if memory is not None else [])]
+    return [one.cpu() for one in written]
 
 
 @cache

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from cgx_ray import codecs
-from cgx_ray.codecs.codec import HOST, Codec, Memory
+from cgx_ray.codecs.codec import HOST, Codec, Memory, PayloadRow
+from cgx_ray.codecs.qsgd import Sign
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Layer
 
@@ -45,29 +45,47 @@ def _in_residual(payload: Tensor, out_N: Tensor, memory: Memory | None) -> None:
     memory.next_N[-1] += 1e-3
 
 
-@pytest.mark.parametrize("mistake", [_beyond, _in_payload, _in_gradient, _in_residual])
-def test_a_device_that_codes_otherwise_is_refused(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = codecs.make_codec
+Mistake = Callable[[Tensor, Tensor, Memory | None], None]
 
-    def make_wrong(
-        spec: CodecSpec, layers: Sequence[Layer] = (), world_size: int = 1, device: torch.device = HOST
-    ) -> Codec:
-        codec = make(spec, layers, world_size, device)
+
+class _Wrong(Sign):
+    """A codec that makes a mistake elsewhere: when it decodes, or when it sums."""
+
+    in_decode: Mistake | None = None
+    in_sum: Mistake | None = None
+
+    def decode(self, payload: Tensor, out_N: Tensor, *, add: bool, key: int = 0) -> None:
+        super().decode(payload, out_N, add=add, key=key)
+        if self.in_decode is not None and not add:
+            self.in_decode(payload, out_N, None)
+
+    def sum_rows(self, own: PayloadRow, payloads: Sequence[Tensor], num_ranks: int) -> None:
+        super().sum_rows(own, payloads, num_ranks)
+        if self.in_sum is not None:
+            self.in_sum(own.payload, own.part_N, own.memory)
+
+
+@pytest.mark.parametrize(
+    ("in_decode", "in_sum"),
+    [
+        (_beyond, None),
+        (_in_payload, None),
+        (_in_gradient, None),
+        (None, _beyond),
+        (None, _in_payload),
+        (None, _in_residual),
+    ],
+)
+def test_a_device_that_codes_otherwise_is_refused(
+    in_decode: Mistake | None, in_sum: Mistake | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(spec: CodecSpec, layers: Sequence[Layer] = (), world_size: int = 1, device: torch.device = HOST) -> Codec:
+        codec = _Wrong(spec, layers, world_size)
+        codec.device = device
         if device != HOST:
-            encode, decode = codec.encode, codec.decode
-            seen: list[Memory | None] = []
-
-            def wrong_encode(grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
-                encode(grad_N, payload, key, memory)
-                seen.append(memory)
-
-            def wrong_decode(payload: Tensor, out_N: Tensor, *, add: bool, key: int = 0) -> None:
-                decode(payload, out_N, add=add, key=key)
-                mistake(payload, out_N, seen[-1])
-
-            codec.encode, codec.decode = wrong_encode, wrong_decode  # type: ignore[method-assign]
+            codec.in_decode, codec.in_sum = in_decode, in_sum
         return codec
 
-    monkeypatch.setattr(codecs, "make_codec", make_wrong)
+    monkeypatch.setattr(codecs, "make_codec", make)
     with pytest.raises(ConfigError, match=r"codec ef_signsgd.* computes other bits on cpu:0 than on a CPU"):
         codecs._try_kernels.__wrapped__(CodecSpec.parse("ef_signsgd"), ELSEWHERE)
