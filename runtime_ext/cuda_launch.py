@@ -30,8 +30,8 @@ def launch(
     """Start `kernel` on torch's current stream; `define` (NAME=VALUE) is a macro that its source is compiled with.
 
     A contiguous tensor is passed as a pointer, None as a null pointer, a NumPy scalar as a parameter of its width, and
-    an array of one element, of bytes alone, as a struct. The kernel runs on the device of the first tensor. This call copies nothing,
-    allocates nothing and does not wait.
+    an array of one element, of bytes alone, as a struct. The kernel runs on the device of the first tensor. This call
+    copies nothing, allocates nothing and does not wait.
     """
     cupy = _cupy()
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
