@@ -14,8 +14,8 @@
 namespace cgx {
 
 constexpr int kBlockSize = 256;
-// 3 blocks are 24 of 64 warps and leave 80 registers per thread: on an H100 more loads in flight in each thread
-// are worth more than the 32 warps of 4 blocks.
+// 3 blocks are 24 of 64 warps and leave 80 registers per thread: on an H100 more loads in flight in each
+// thread are worth more than the 32 warps of 4 blocks.
 constexpr int kBlocksAMultiprocessor = 3;
 constexpr int kTeamSize = 8;
 constexpr int kTeamsABlock = kBlockSize / kTeamSize;
