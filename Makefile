@@ -51,11 +51,11 @@ test-gpu:
 	cmake --build build/gpu/native --parallel
 	@cp build/gpu/native/_native*.so build/gpu/cgx_ray/runtime_ext/
 	@cp build/gpu/native/_search*.so build/gpu/cgx_ray/planner/
-	@export PYTHONSAFEPATH=1 PYTHONPATH=build/gpu:$(CURDIR); failed=0; \
+	@export PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/gpu:$(CURDIR); failed=0; \
 	$(PYTHON) -m pytest -m gpu -W default::DeprecationWarning $(GPU_TESTS) $(ARGS) || failed=1; \
 	$(PYTHON) -m bench gpu --json build/gpu/verdict.json || failed=1; \
 	for tool in $$(command -v compute-sanitizer >/dev/null && echo memcheck racecheck initcheck); do echo "$$tool:"; \
-	PYTHONPATH=build/gpu:tests timeout 60 compute-sanitizer --tool $$tool --error-exitcode 1 \
+	PYTHONPATH=$(CURDIR)/build/gpu:$(CURDIR)/tests timeout 120 compute-sanitizer --tool $$tool --error-exitcode 1 \
 	$(PYTHON) -m support.cuda.small_run || failed=1; done; \
 	exit $$failed
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from bench.gpu.rank import LAUNCHES, WAITS, WATCHES, GpuRecord
+from bench.gpu.rank import ALLOCATIONS, LAUNCHES, WAITS, WATCHES, GpuRecord
 from bench.shared.ranks import run_ranks
 from bench.shared.runner import BenchRun, bench_command
 from cgx_ray.errors import ConfigError
@@ -41,7 +41,7 @@ def gpu(run: BenchRun) -> Iterable[Row]:
 
 
 def rows_of(record: GpuRecord) -> list[Row]:
-    """Return what was measured, with the goals of docs/design.md, section 8."""
+    """Return what was measured, with this project's goals."""
     prompt = sum(lag <= PROMPT_S for lag in record.lags_s)
     rows = [
         Row(name="prompt_groups", value=prompt, unit="groups", limit=len(record.lags_s), goal=">= 9"),
@@ -50,6 +50,7 @@ def rows_of(record: GpuRecord) -> list[Row]:
     kinds: dict[str, tuple[tuple[str, ...], str | None]] = {
         "waits": (WAITS, "<= 0"),
         "watches": (WATCHES, None),
+        "allocations": (ALLOCATIONS, None),
         "launches": (LAUNCHES, "<= 3"),
         "copies_out": (("Memcpy DtoH (Device -> Pinned)",), "<= 2"),
         "copies_in": (("Memcpy HtoD (Pinned -> Device)",), "<= 2"),

@@ -12,7 +12,7 @@ from torch import Tensor
 from cgx_ray.codecs.codec import HOST, KINDS, Codec, Memory, PayloadRow
 from cgx_ray.codecs.sparse import Sparse
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import CodecRecord, CodecSpec, Layer
+from cgx_ray.plan import BUILT_IN, CodecRecord, CodecSpec, Layer
 
 # After a payload, where encoding must not write.
 _GUARD_BYTES = 256
@@ -43,8 +43,8 @@ def build_kernels(specs: Iterable[CodecSpec], device: torch.device) -> None:
         for spec in dict.fromkeys(specs):
             codec = make_codec(spec, device=device)
             codec.build_kernels()
-            # Only codecs that have kernels promise the same bits.
-            if type(codec).build_kernels is not Codec.build_kernels:
+            # Our codecs that have kernels promise the same bits. Codecs of others promise nothing.
+            if spec.name in BUILT_IN and type(codec).build_kernels is not Codec.build_kernels:
                 _try_kernels(spec, device)
 
 
@@ -57,26 +57,29 @@ def _try_kernels(spec: CodecSpec, device: torch.device) -> None:
     if not all(map(torch.equal, _coded(spec, HOST), _coded(spec, device))):
         raise ConfigError(
             f"codec {spec} computes other bits on {device} than on a CPU. A mistake of the compiler, NVRTC, is likely: "
-            'use another version of torch, let the host encode (device="cpu" of the plan), and please report it'
+            'use another version of torch, leave the codec out, or let the host encode (device="cpu" of a plan)'
         )
 
 
 def _coded(spec: CodecSpec, device: torch.device) -> list[Tensor]:
-    """Return what a codec writes on `device`, on the host: payloads with the bytes after them, gradient, residual."""
+    """Return what a codec writes on `device`, on the host: payloads with the bytes after them, gradient, memory."""
     codec = make_codec(spec, device=device)
-    # Neither the last quantization bucket nor its last row is full.
-    numel = 3 * codec.granule + 1009
+    # Of many blocks. Neither the last quantization bucket nor its last row is full.
+    numel = 3 * codec.granule + (1 << 17) + 9
     generator = torch.Generator(HOST).manual_seed(0)
     grad_N = torch.randn(numel, generator=generator, dtype=torch.float32, device=HOST).to(device)
     num_bytes = codec.payload_bytes(numel)
     room, sum_room = (torch.zeros(num_bytes + _GUARD_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     memory, out_N = codec.new_memory(numel, device), torch.zeros_like(grad_N)
     codec.encode(grad_N, room[:num_bytes], 1, memory)
-    codec.decode(room[:num_bytes], out_N, add=False, key=1)
+    for add in (False, True):
+        codec.decode(room[:num_bytes], out_N, add=add, key=1)
+    if memory is not None:
+        memory.commit()  # the sum reads the residual
     if codec.record.is_reencoded:
         codec.sum_rows(PayloadRow(grad_N, sum_room[:num_bytes], 2, memory), [room[:num_bytes]], 2)
-    written = [room, sum_room, out_N, *([memory.next_N] if memory is not None else [])]
-    return [one.cpu() for one in written]
+    memories = [*memory.now.values(), *memory.next.values()] if memory is not None else []
+    return [one.cpu() for one in (room, sum_room, out_N, *memories)]
 
 
 @cache

@@ -128,7 +128,8 @@ class Message:
             )
         if self.payload is not self.body:
             # Whoever receives into `body` again has waited for a later mark of this stream: of a message that goes out,
-            # or of gradients that were computed after what is decoded now.
+            # or of gradients that were computed after what is decoded now. A room that is released before the copy is
+            # done stays torch's until then.
             streams_of(self.room.device).copy_each([(self.body, self.payload)])
 
     def _fields(self, stamp: Stamp, numel: int) -> tuple[bytes, int, int, int, int, int, int, int, int, int]:

@@ -13,13 +13,14 @@ Sums are made in rank order, the owner's own chunk first, whichever message come
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from cgx_ray.codecs.codec import HOST, Codec, PayloadRow
 from cgx_ray.codecs.float32_room import in_float32
-from cgx_ray.collectives.parcel import Step, copied_out, padded_bytes, side_by_side
+from cgx_ray.collectives.parcel import Parcel, Step, copied_out, padded_bytes, side_by_side
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.transport.transport_like import Handle, TransportLike
 
@@ -57,14 +58,19 @@ class DirectLane:
         room, parcels = side_by_side(codec, list(numels.values()))
         self._of_chunk = dict(zip(numels, parcels, strict=True))
         self._of_others = room.part(0, sum(padded_bytes(codec, numels[peer]) for peer in peers))
-        # By peer, its message with its part of the own chunk. They lie in rank order, as they are added.
-        own_room, own_parcels = side_by_side(codec, [numels[rank]] * len(peers))
-        self._of_own = dict(zip(sorted(peers), own_parcels, strict=True))
-        self._rooms = room, self._of_others, own_room
+        self._room = room
         self._coming: dict[int, Handle] = {}
         self._going: dict[int, Handle] = {}
         self.scattered_bytes = sum(self._of_chunk[peer].num_bytes for peer in peers)
         self.gathered_bytes = len(peers) * self._of_chunk[rank].num_bytes
+
+    @cached_property
+    def _of_own(self) -> dict[int, Parcel]:
+        """Return, by peer, its message with its part of the own chunk. They lie in rank order, as they are added."""
+        peers = sorted(self._transport.peers)
+        start, stop = self._bounds[self._transport.rank]
+        _, parcels = side_by_side(self._codec, [stop - start] * len(peers))
+        return dict(zip(peers, parcels, strict=True))
 
     def begin(self, step: Step) -> None:
         """With codec none, let messages lie in the gradient."""
@@ -179,10 +185,11 @@ class DirectLane:
         yield from self._going.values()
         self._going.clear()
         if not self._is_on_host:
-            for parcel in (*self._of_chunk.values(), *self._of_own.values()):
+            for parcel in self._of_chunk.values():
                 parcel.release()
-            for room in self._rooms:
-                room.release()
+            self._room.release()
+            self._of_others.release()
+            self.__dict__.pop("_of_own", None)
 
     def _coded_together(self) -> Sequence[Sequence[int]]:
         """Return the peers, those together whose messages one call encodes or decodes."""

@@ -143,7 +143,7 @@ class Engine:
         """Offer a plan. It takes effect at the same step on all ranks, once all of them hold it.
 
         It is held once its kernels are built, which takes seconds on a CUDA device that lacks them. Raises PlanError if
-        it does not fit, or a kernel does not compile; the plan in force stays in force.
+        it does not fit, or a kernel does not compile or computes wrong bits; the plan in force stays in force.
         """
         plan.check(self.layers, self._transport.world_size)
         try:

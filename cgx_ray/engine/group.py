@@ -109,7 +109,7 @@ class Group:
     def _flat_N(self) -> Tensor:  # noqa: N802 - tensors end in their dimensions
         """Return memory for all gradients, which groups whose layers lie side by side in a bucket do not use.
 
-        On a device it is given back after each step: the next group takes it, or DDP.
+        On a device it is given back after each step, for the next group.
         """
         if self._crosses:
             return self._streams.host_memory(self.numel, self._dtype)
@@ -122,8 +122,13 @@ class Group:
 
     @property
     def window_bytes(self) -> int:
-        """Most bytes that a rank may send for groups that are not done, this one among them."""
-        return WINDOW_BYTES if self._device == HOST or self.is_enqueued else DEVICE_WINDOW_BYTES
+        """Most bytes of messages that a rank may send for groups that are not done, this one among them."""
+        return WINDOW_BYTES if self._device == HOST else DEVICE_WINDOW_BYTES
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of `sent_bytes` that go by messages; 0 if a device sums the group."""
+        return 0 if self.is_enqueued or self._is_summed_by_ddp else self.sent_bytes
 
     @property
     def sent_bytes(self) -> int:

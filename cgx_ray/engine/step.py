@@ -335,9 +335,9 @@ class StepRun:
         group = self.groups[self._num_begun]
         if not self._under_way:
             return group
-        begun_bytes = sum(one.group.sent_bytes for one in self._under_way)
+        begun_bytes = sum(one.group.message_bytes for one in self._under_way)
         is_free = self._transport.takes_many and not any(one.group.keeps_order for one in self._under_way)
-        return group if is_free and begun_bytes + group.sent_bytes <= group.window_bytes else None
+        return group if is_free and begun_bytes + group.message_bytes <= group.window_bytes else None
 
     def _awaited_before(self, group: Group | None) -> Mark | None:
         """Return what the device must come to before `group`, the next one, begins; None if it can begin now.

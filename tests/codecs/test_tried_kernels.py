@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -49,41 +50,52 @@ Mistake = Callable[[Tensor, Tensor, Memory | None], None]
 
 
 class _Wrong(Sign):
-    """A codec that makes a mistake elsewhere: when it decodes, or when it sums."""
+    """A codec that makes a mistake elsewhere, in one of its methods."""
 
-    in_decode: Mistake | None = None
-    in_sum: Mistake | None = None
+    method = ""
+    mistake: Mistake | None = None
+
+    def _err(self, method: str, payload: Tensor, out_N: Tensor, memory: Memory | None) -> None:
+        if self.mistake is not None and self.method == method:
+            self.mistake(payload, out_N, memory)
+
+    def encode(self, grad_N: Tensor, payload: Tensor, key: int, memory: Memory | None = None) -> None:
+        super().encode(grad_N, payload, key, memory)
+        self._err("encode", payload, grad_N, memory)
 
     def decode(self, payload: Tensor, out_N: Tensor, *, add: bool, key: int = 0) -> None:
         super().decode(payload, out_N, add=add, key=key)
-        if self.in_decode is not None and not add:
-            self.in_decode(payload, out_N, None)
+        self._err("add" if add else "decode", payload, out_N, None)
 
     def sum_rows(self, own: PayloadRow, payloads: Sequence[Tensor], num_ranks: int) -> None:
+        if self.method == "forgetful sum":
+            own = replace(own, memory=Memory({}, own.memory.next)) if own.memory is not None else own
         super().sum_rows(own, payloads, num_ranks)
-        if self.in_sum is not None:
-            self.in_sum(own.payload, own.part_N, own.memory)
+        self._err("sum", own.payload, own.part_N, own.memory)
 
 
 @pytest.mark.parametrize(
-    ("in_decode", "in_sum"),
+    ("method", "mistake"),
     [
-        (_beyond, None),
-        (_in_payload, None),
-        (_in_gradient, None),
-        (None, _beyond),
-        (None, _in_payload),
-        (None, _in_residual),
+        ("encode", _beyond),
+        ("encode", _in_payload),
+        ("encode", _in_residual),
+        ("decode", _in_gradient),
+        ("add", _in_gradient),
+        ("sum", _beyond),
+        ("sum", _in_payload),
+        ("sum", _in_residual),
+        ("forgetful sum", None),
     ],
 )
 def test_a_device_that_codes_otherwise_is_refused(
-    in_decode: Mistake | None, in_sum: Mistake | None, monkeypatch: pytest.MonkeyPatch
+    method: str, mistake: Mistake | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make(spec: CodecSpec, layers: Sequence[Layer] = (), world_size: int = 1, device: torch.device = HOST) -> Codec:
         codec = _Wrong(spec, layers, world_size)
         codec.device = device
         if device != HOST:
-            codec.in_decode, codec.in_sum = in_decode, in_sum
+            codec.method, codec.mistake = method, mistake
         return codec
 
     monkeypatch.setattr(codecs, "make_codec", make)

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import gc
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,13 +17,16 @@ from support.ranks import run_ranks
 from torch import Tensor
 
 import cgx_ray
+from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.codec import HOST
 from cgx_ray.codecs.wire import Room
 from cgx_ray.collectives import Transport
+from cgx_ray.collectives.direct import DirectLane
+from cgx_ray.collectives.parcel import Parcel
 from cgx_ray.collectives.transport.tcp import connect_mesh
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.step import EarlyGradient, PendingBucket
-from cgx_ray.plan import Layer
+from cgx_ray.plan import CodecSpec, Layer
 from cgx_ray.runtime_ext.streams import Mark
 
 TIMEOUT_S = 30.0
@@ -232,6 +236,38 @@ def test_messages_give_back_the_memory_of_a_device_after_each_step(scheme: str) 
     for on_device, on_cpu in run_ranks(2, _kept_rooms, scheme):
         assert on_device == 0
         assert on_cpu >= 4
+
+
+def _message_bytes(rank: int, codec: str, scheme: str) -> list[int]:
+    vendor = dist.new_group()
+    device = TracedDevice(0)
+    device.install(vendor)
+    run = Run(rank, (codec, scheme, "auto"), device, vendor)
+    run.step()
+    found = [group.message_bytes for group in run.engine._groups]
+    run.engine.close()
+    return found
+
+
+def test_sums_of_a_device_hold_back_no_group_that_sends_messages() -> None:
+    for dense in run_ranks(2, _message_bytes, "none", "dense"):
+        assert set(dense) == {0}
+    for coded in run_ranks(2, _message_bytes, "qsgd", "sra"):
+        assert min(coded) > 0
+
+
+def test_a_lane_gives_its_memory_back_after_the_last_message_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[Parcel] = []
+    monkeypatch.setattr(Parcel, "release", lambda parcel: released.append(parcel))
+    transport: Any = SimpleNamespace(rank=0, peers=[1, 2], world_size=3)
+    codec = make_codec(CodecSpec.parse("qsgd"), device=DEVICE)
+    lane = DirectLane([(0, 128), (128, 256), (256, 384)], [0, 1, 2], codec, transport)
+    lane._going = {0: [3], 1: [4]}
+    left = lane.finish_sends()
+    assert (next(left), next(left)) == ([3], [4])
+    assert released == []
+    assert list(left) == []
+    assert len(released) == 3
 
 
 def test_a_dense_group_costs_one_launch_and_one_sum_and_no_wait() -> None:

@@ -18,6 +18,7 @@ from support.cuda.fake_cupy import FakeCupy, FakeStream
 from support.cuda.waits import no_waits
 from support.cuda_emulator import Emulator
 
+from cgx_ray import codecs
 from cgx_ray.codecs import build_kernels, make_codec
 from cgx_ray.plan import CodecSpec
 from cgx_ray.runtime_ext import cuda_compile, cuda_launch, cuda_sparse, ops
@@ -132,7 +133,10 @@ def test_what_a_codec_launches_is_what_it_has_built(
     monkeypatch.setattr(cuda_launch, "build", lambda source, device, define=None: built.add((source, define)))
     # A large gradient takes a kernel more.
     monkeypatch.setattr(cuda_sparse, "_MIN_SAMPLED", 0)
+    tried: list[str] = []
+    monkeypatch.setattr(codecs, "_try_kernels", lambda spec, device: tried.append(str(spec)))
     build_kernels([CodecSpec.parse(text)], DEVICE)
+    assert bool(tried) == bool(built)
     codec, numel = make_codec(CodecSpec.parse(text)), 2000
     payload = torch.zeros(codec.payload_bytes(numel), dtype=torch.uint8)
     for memory in (codec.new_memory(numel), None if not codec.needs_feedback else codec.new_memory(numel)):

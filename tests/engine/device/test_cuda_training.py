@@ -43,7 +43,7 @@ class Task:
 
 
 def _mixed_precision(rank: int, device: str, folder: str) -> Any:
-    """With autocast and a GradScaler whose first scale overflows."""
+    """With autocast and a GradScaler, whose first scale is so large that float16 may overflow."""
     task = Task(rank, device)
     scaler = torch.amp.GradScaler(device, init_scale=2.0**24, growth_interval=1000)
     attachment = cgx_ray.attach(task.model, codec="topk:density=0.2", scheme="allgather")
@@ -112,6 +112,7 @@ def _switches(rank: int, device: str, folder: str) -> Any:
 
 
 def _adaptive(rank: int, device: str, folder: str) -> Any:
+    """Long enough to calibrate codecs, to measure gains and to report, not to decide."""
     task = Task(rank, device)
     attachment = cgx_ray.attach(task.model, policy="adaptive", folder=folder)
     return _trained(task, attachment, lambda step: attachment.observe(loss=task.loss().detach(), lr=0.5))

@@ -14,6 +14,7 @@ TEXTS = [
     "ef_signsgd",
     "onebit:bucket_size=8",
     "topk:density=0.1,value_bits=4",
+    "lwtopk:density=0.1",
     "mstopk:density=0.1",
     "dgc:density=0.1",
     "sidco:density=0.1",
