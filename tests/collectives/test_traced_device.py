@@ -258,7 +258,11 @@ def test_sums_of_a_device_hold_back_no_group_that_sends_messages() -> None:
 
 def test_a_lane_gives_its_memory_back_after_the_last_message_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     released: list[Parcel] = []
-    monkeypatch.setattr(Parcel, "release", lambda parcel: released.append(parcel))
+
+    def release(parcel: Parcel) -> None:
+        released.append(parcel)
+
+    monkeypatch.setattr(Parcel, "release", release)
     transport: Any = SimpleNamespace(rank=0, peers=[1, 2], world_size=3)
     codec = make_codec(CodecSpec.parse("qsgd"), device=DEVICE)
     lane = DirectLane([(0, 128), (128, 256), (256, 384)], [0, 1, 2], codec, transport)
