@@ -15,7 +15,7 @@ _BENCHES = {
     ),
     "adapt": ("bench.adapt.measure:adapt", "Drive the control loop in a simulated cluster, or in a lab."),
     "collectives": ("bench.collectives.measure:collectives", "Time schemes against Gloo and the bound."),
-    "gpu": ("bench.gpu.measure:gpu", "Does the engine keep out of a GPU's way? Two ranks share one."),
+    "gpu": ("bench.gpu.measure:gpu", "Count calls of CUDA, and time steps on a GPU."),
     "kernels": ("bench.kernels.measure:kernels", "Measure throughput, latency and error of codecs."),
     "lab": ("bench.lab.measure:lab", "Compare the lab with the alpha-beta model."),
     "network": ("bench.network.measure:network", "Compare the monitors' estimates with the lab's links."),

@@ -25,7 +25,10 @@ _MIB = 1 << 20
 
 @bench_command()
 def gpu(run: BenchRun) -> Iterable[Row]:
-    """Count waits, launches and copies of the engine on a GPU, and time steps of a model of 350 M parameters."""
+    """Count calls of CUDA, and time steps on a GPU.
+
+    Two ranks share the GPU. The model has 350 M parameters.
+    """
     if not torch.cuda.is_available():
         raise ConfigError("bench gpu: PyTorch sees no CUDA device here; run it where there is one")
     run.title += f", {NUM_RANKS} ranks, {torch.cuda.get_device_name()}"
