@@ -20,7 +20,7 @@ _START_TIMEOUT_S = 180.0
 # Prefix of a command: all its descendants end with it, even those that left their parents.
 OWN_PROCESS_TREE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
-# Imports no Ray, so it starts fast. The other nodes can start as soon as the head's port answers.
+# Imports no Ray, so it starts fast.
 _WAIT_FOR_HEAD = """
 import socket, sys, time
 while True:
@@ -31,7 +31,7 @@ while True:
         time.sleep(0.05)
 """
 
-# Ends once all nodes have registered.
+# Ends once so many nodes have registered.
 _WAIT_FOR_NODES = """
 import sys, time, ray._raylet
 address, wanted = sys.argv[1], int(sys.argv[2])
@@ -77,6 +77,9 @@ class RayNodes:
         head += [f"--dashboard-host={self.lab.hosts[0].address}", f"--dashboard-port={_DASHBOARD_PORT}"]
         self._start(0, head)
         self._wait(_WAIT_FOR_HEAD, self.lab.hosts[0].address, str(GCS_PORT))
+        if len(self.lab.hosts) > 1:
+            # The port answers before the head's own node has registered, and another node gives up if that takes long.
+            self._wait(_WAIT_FOR_NODES, self.address, "1")
         for host in self.lab.hosts[1:]:
             self._start(host.index, [f"--address={self.address}"])
         return self
