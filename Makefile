@@ -41,9 +41,9 @@ test-faults: system .venv/.installed
 GPU_TESTS = $(sort $(filter-out tests/ray/%,$(shell grep -rl --include='test_*.py' 'pytest\.mark\.gpu' tests)))
 
 # Tests on a GPU, `bench gpu`, and every codec under compute-sanitizer where there is one. All parts run, also after one
-# has failed. Uses what PYTHON has, and neither .venv, Ray nor the network: torch, CuPy, cuda-bindings, nanobind, psutil, pytest,
-# pytest-timeout, hypothesis and cmake, and for the bench click, rich and matplotlib. PYTHONSAFEPATH keeps ./cgx_ray,
-# which lacks the native module, off the path, also in processes that tests start.
+# has failed. Uses what PYTHON has, and neither .venv, Ray nor the network: torch, CuPy, cuda-bindings, nanobind, psutil,
+# pytest, pytest-timeout, hypothesis and cmake, and for the bench click, rich and matplotlib. PYTHONSAFEPATH keeps
+# ./cgx_ray, which lacks the native module, off the path, also in processes that tests start.
 # Deprecations are no errors, because the versions are not those of constraints.txt.
 test-gpu:
 	@rm -rf build/gpu/cgx_ray && mkdir -p build/gpu && cp -rL cgx_ray build/gpu/

@@ -1,7 +1,7 @@
 """`python -m bench gpu`: does the engine keep out of a GPU's way? Two ranks share one GPU and exchange over loopback.
 
-Backward is kernels that last a known time, so what a step needs beyond it is the exchange. The ranks' process group is
-Gloo, because NCCL refuses two ranks on one GPU.
+Backward lasts a known time, so what a step needs beyond it is the exchange. The ranks' process group is Gloo, because
+NCCL refuses two ranks on one GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from bench.gpu.rank import ALLOCATIONS, LAUNCHES, WAITS, WATCHES, GpuRecord
+from bench.gpu.rank import ALLOCATIONS, LAUNCHES, NUM_PARTS, WAITS, WATCHES, GpuRecord
 from bench.shared.ranks import run_ranks
 from bench.shared.runner import BenchRun, bench_command
 from cgx_ray.errors import ConfigError
@@ -38,7 +38,7 @@ def gpu(run: BenchRun) -> Iterable[Row]:
         if line.startswith("{"):
             record = GpuRecord(**json.loads(line))
         else:
-            run.on_part(line, index / 6)
+            run.on_part(line, index / NUM_PARTS)
     assert record is not None
     return rows_of(record)
 

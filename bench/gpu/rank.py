@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import socket
 import threading
 import time
@@ -27,6 +28,8 @@ from bench.shared.rank_process import run_rank, start_together
 from bench.shared.ranks import BenchError
 from bench.step.sleeping_model import BackwardClock, SleepingModel, fixed_gradients
 from bench.step.torch_hooks import register_hook
+from cgx_ray.codecs import make_codec
+from cgx_ray.plan import CodecSpec
 from cgx_ray.runtime_ext.streams import Mark, streams_of
 from cgx_ray.session.attachment import Attachment
 
@@ -40,6 +43,9 @@ _BLOCK = [(3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096)]
 LARGE_SHAPES = [(50304, 1024), *(shape for _ in range(24) for shape in _BLOCK)]
 LARGE_BACKWARD_S = 0.18
 CODEC, SCHEME = "qsgd:bits=4,bucket_size=128", "sra"
+# Codec of each way to average, as `_Way` takes it. qsgd before other users of pinned memory, of which torch keeps all.
+WAYS = {"noop": "noop", "qsgd": CODEC, "dense": "none", "ddp": None}
+NUM_PARTS = len(WAYS) + 2
 # Gains are measured in steps 1 and 3.
 WARM_UP_STEPS, TIMED_STEPS = 5, 3
 # Calls of CUDA that are counted. CuPy launches kernels by the driver's.
@@ -85,7 +91,6 @@ class _KernelClock:
     def __init__(self, shares: Sequence[float]) -> None:
         cycles = APART_BACKWARD_S * len(shares) * _cycles_a_second()
         self._cycles = [int(share * cycles) for share in shares]
-        self._begin_s = 0.0
 
     def begin(self) -> None:
         self._begun = STREAMS.mark()
@@ -281,16 +286,15 @@ def _measure(job: dict[str, Any]) -> None:
         if job["rank"] == 0:
             print(part, flush=True)
 
-    # qsgd before other users of pinned memory, of which torch keeps all.
-    for way_name, codec in (("noop", "noop"), ("qsgd", CODEC), ("dense", "none"), ("ddp", None)):
+    for way_name, codec in WAYS.items():
         begin(f"350 M parameters: {way_name}")
         _measure_large(record, way_name, codec)
     begin("overlap and calls")
     _measure_overlap(record)
     begin("wire")
-    numel = sum(int(torch.Size(shape).numel()) for shape in LARGE_SHAPES)
+    numel = sum(map(math.prod, LARGE_SHAPES))
     # Of two ranks each sends half of the gradient, and half of the average.
-    _measure_wire(record, int(numel * (4 + 32 / 128) / 8))
+    _measure_wire(record, make_codec(CodecSpec.parse(CODEC)).payload_bytes(numel))
     if job["rank"] == 0:
         print(json.dumps(asdict(record)), flush=True)
     dist.barrier()
