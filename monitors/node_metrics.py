@@ -88,22 +88,22 @@ class NodeMetrics:
         wire_bytes: Counter[OptionNames] = Counter()
         dense_bytes: Counter[OptionNames] = Counter()
         # Gathered first: names are looked up once per codec and scheme, not once per group and step.
-        transfers: defaultdict[tuple[str, str], list[Transfer]] = defaultdict(list)
+        transfers: defaultdict[tuple[str, str, int], list[Transfer]] = defaultdict(list)
         main_of_plan: dict[int, OptionNames] = {}
         for step in steps:
             self._sink.observe("cgx_ray_step_seconds", step.step_s, labels)
             if step.plan_version not in main_of_plan:
                 main_of_plan[step.plan_version] = _main_option(step)
-            num_steps[main_of_plan[step.plan_version]] += 1
+            num_steps[main_of_plan[step.plan_version]] += step.num_steps
             if not step.transfers:
                 wire_bytes[_SHARDED] += step.wire_bytes
                 dense_bytes[_SHARDED] += step.dense_bytes
             for one in step.transfers:
-                transfers[one.codec, one.scheme].append(one)
-        for (codec, scheme), sent in transfers.items():
+                transfers[one.codec, one.scheme, step.num_steps].append(one)
+        for (codec, scheme, in_round), sent in transfers.items():
             names = OptionNames(_spec(codec).name, scheme)
             wire_bytes[names] += sum([one.sent_bytes for one in sent])
-            dense_bytes[names] += sum([one.dense_bytes for one in sent])
+            dense_bytes[names] += in_round * sum([one.dense_bytes for one in sent])
         for name, counts in (("steps", num_steps), ("wire_bytes", wire_bytes), ("dense_bytes", dense_bytes)):
             for names, count in counts.items():
                 self._sink.increase(f"cgx_ray_{name}", count, {**labels, **names._asdict()})
@@ -167,8 +167,8 @@ def _plan_gauges(step: StepSample) -> dict[_Gauge, float]:
     groups = Counter(OptionNames(_spec(one.codec).name, one.scheme) for one in step.transfers)
     kept = sum(one.numel * (_spec(one.codec).density or 1.0) for one in step.transfers)
     return {
-        ("cgx_ray_compression_ratio", ()): step.dense_bytes / encoded_bytes,
+        ("cgx_ray_compression_ratio", ()): step.num_steps * step.dense_bytes / encoded_bytes,
         ("cgx_ray_density", ()): kept / numel,
-        ("cgx_ray_bits_per_element", ()): 8 * encoded_bytes / numel,
+        ("cgx_ray_bits_per_element", ()): 8 * encoded_bytes / numel / step.num_steps,
         **{("cgx_ray_groups", tuple(names._asdict().items())): float(n) for names, n in groups.items()},
     }

@@ -155,8 +155,9 @@ class StepValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSample(StepValues):
-    """One step of one rank.
+    """One step of one rank, or the mean step of a round in which it has trained alone.
 
+    num_steps  steps of this round; else 1. `transfers`, `bursts` and `card_bytes` are of them all
     encode_s, exchange_s, decode_s
                sums over groups; groups overlap, so the sums may exceed the time that passed
     card_bytes bytes that this rank sent to ranks that share no memory with it
@@ -176,6 +177,7 @@ class StepSample(StepValues):
     """
 
     rank: Annotated[int, reductions.BY_HAND]
+    num_steps: Annotated[int, reductions.RANK_ONLY] = 1
     encode_s: Annotated[float, reductions.PER_RANK]
     exchange_s: Annotated[float, reductions.PER_RANK]
     decode_s: Annotated[float, reductions.PER_RANK]

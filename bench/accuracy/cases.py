@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import DENSE, CodecSpec, Option, Scheme, preferred_scheme
+from cgx_ray.plan import DENSE, CodecSpec, Option, Scheme, check_period, preferred_scheme
 from cgx_ray.planner.fidelity import Fidelity
 from cgx_ray.planner.papers.cgx import METHODS as CGX_METHODS
 from cgx_ray.session.settings import Settings
@@ -32,6 +33,8 @@ CODECS = (
     "dgc:density=0.01",
     "ef_signsgd",
 )
+# How the text of a codec ends that is used in rounds of so many steps: "..., every 8 steps".
+_EVERY = re.compile(r",\s*every (\d+) steps$")
 # The policy with its defaults, and with each other level of fidelity.
 ADAPTIVE = ("adaptive", *(f"adaptive {level}" for level in Fidelity if level is not Fidelity.STRICT))
 # Bits by layer as CGX chooses them during training, by each of its methods.
@@ -56,6 +59,19 @@ def read_option(text: str) -> Option:
     return Option(codec=spec, scheme=Scheme(scheme.strip()) if has_scheme else preferred_scheme(spec))
 
 
+def read_way(text: str) -> tuple[Option, int]:
+    """Read an option, and its period: "qsgd:bits=4, every 8 steps"."""
+    found = _EVERY.search(text)
+    option, period = read_option(_EVERY.sub("", text)), int(found[1]) if found else 1
+    check_period(period)
+    return option, period
+
+
+def _canonical(text: str) -> str:
+    option, period = read_way(text)
+    return str(option) if period == 1 else f"{option}, every {period} steps"
+
+
 def policy_settings(way: str, *, shared_memory: bool) -> Settings:
     """Return the settings of one of POLICIES."""
     policy, _, given = way.partition(" ")
@@ -68,7 +84,7 @@ def policy_settings(way: str, *, shared_memory: bool) -> Settings:
 class AccuracyOptions:
     """Options of the bench.
 
-    codecs          as `read_option` reads them, and those of POLICIES; dense always runs too
+    codecs          as `read_way` reads them, and those of POLICIES; dense always runs too
     num_seeds       of weights and batches: 0, 1, ...
     rate_bit_per_s  of the lab's links; None: loopback, where times mean nothing
     """
@@ -97,7 +113,7 @@ class AccuracyOptions:
     @property
     def ways(self) -> tuple[str, ...]:
         """Dense, then the codecs over their schemes and the policies, each once, as text."""
-        given = (text if text in POLICIES else str(read_option(text)) for text in map(str.strip, self.codecs))
+        given = (text if text in POLICIES else _canonical(text) for text in map(str.strip, self.codecs))
         return tuple(dict.fromkeys([str(DENSE), *given]))
 
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from bench.accuracy.bits import BitsBesideStatic
-from bench.accuracy.cases import POLICIES, policy_settings, read_option
+from bench.accuracy.cases import POLICIES, policy_settings, read_way
 from bench.accuracy.measure import TrainingRun
 from bench.accuracy.workloads import Batch, TrainingTask, load_task
 from bench.shared.rank_process import run_rank
@@ -57,7 +57,7 @@ def _train(task: TrainingTask, workload: str, way: str, seed: int, job: dict[str
     num_steps = job["num_steps"]
     folder = Path(job["store"]).parent / f"{workload}-{way}-{seed}"
     model = DistributedDataParallel(task.build(seed))
-    has_momentum = way in POLICIES or read_option(way).codec.name != "dgc"
+    has_momentum = way in POLICIES or read_way(way)[0].codec.name != "dgc"
     optimizer = task.make_optimizer(model.parameters(), has_momentum)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, num_steps))
     points, errors, steps_s, wire_bytes, beside = [], [], [], 0, BitsBesideStatic()
@@ -73,6 +73,7 @@ def _train(task: TrainingTask, workload: str, way: str, seed: int, job: dict[str
             sample = attachment.last_step
             wire_bytes += sample.wire_bytes if sample is not None else 0
             if (step + 1) * _NUM_POINTS // num_steps > step * _NUM_POINTS // num_steps:
+                attachment.end_round()
                 loss = _validate(model.module, task.validation)
                 if not math.isfinite(loss):
                     break
@@ -103,8 +104,8 @@ def _attach(model: DistributedDataParallel, way: str, folder: Path, *, shared_me
     """
     if way in POLICIES:
         return attach_with(model, policy_settings(way, shared_memory=shared_memory), folder=folder, report_s=_REPORT_S)
-    option = read_option(way)
-    return cgx_ray.attach(model, codec=option.codec, scheme=option.scheme, shared_memory=shared_memory)
+    option, period = read_way(way)
+    return cgx_ray.attach(model, codec=option.codec, scheme=option.scheme, period=period, shared_memory=shared_memory)
 
 
 @torch.no_grad()
@@ -124,7 +125,7 @@ def _relative_error(gradients: Mapping[str, Tensor], way: str) -> float:
         if gradient.ndim > 1 and gradient.numel() >= SMALL_LAYER_NUMEL
     ]
     grad_N = torch.cat(large)
-    return squared_error(make_codec(read_option(way).codec), grad_N, key=0) / float(grad_N.double().square().sum())
+    return squared_error(make_codec(read_way(way)[0].codec), grad_N, key=0) / float(grad_N.double().square().sum())
 
 
 def _gradients(model: nn.Module, batch: Batch) -> dict[str, Tensor]:

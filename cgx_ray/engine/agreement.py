@@ -136,6 +136,10 @@ class Agreement:
             agreed = max(asked, in_force)
         return int(agreed), -int(minus_affordable_from)
 
+    def drift_at(self, step: int) -> float | None:
+        """Return how much the ranks' weights differed before `step`, 0 if not at all; None if it is not known."""
+        return self.drift if self.compared_step == step else None
+
     def _compare(self, step: int) -> None:
         """Find how much the weights differ, and which ranks'. All ranks come here together.
 

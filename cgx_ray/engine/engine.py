@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,27 +15,29 @@ from torch import Tensor
 
 from cgx_ray.codecs import build_kernels
 from cgx_ray.codecs.codec import HOST
-from cgx_ray.codecs.feedback import Memories
 from cgx_ray.collectives import Transport
 from cgx_ray.collectives.transport.transport_like import VendorCall
 from cgx_ray.engine.agreement import Agreement
+from cgx_ray.engine.bank import Banks
 from cgx_ray.engine.gains.gain_meter import StepMeter
 from cgx_ray.engine.gains.gain_schedule import GainSchedule
-from cgx_ray.engine.group import Group, codecs_on_device
-from cgx_ray.engine.layers import LOSSY_FLOAT64, check_memories, lossy_layers
+from cgx_ray.engine.group import codecs_on_device
+from cgx_ray.engine.layers import check_memories
 from cgx_ray.engine.loss_scale import one_scale
-from cgx_ray.engine.step import Arrived, EarlyGradient, PauseWatch, PendingBucket, StepClock, StepRun, StepStart
+from cgx_ray.engine.step import Arrived, Content, EarlyGradient, PendingBucket, StepClock, StepRun, StepStart
 from cgx_ray.engine.step_sample import Span, sample_of_step, spans_of_step
 from cgx_ray.engine.step_trace import StepTrace
 from cgx_ray.engine.telemetry import ObservedTraining, Telemetry
 from cgx_ray.engine.thread import CLOSE_S, Inbox, WorkThread, follow_num_threads, noting_more, overdue_at_close
 from cgx_ray.engine.unused import StepResult
-from cgx_ray.engine.weight_check import WeightCheck
-from cgx_ray.errors import CGXError, ConfigError, PlanError, ReplicaError, listed
+from cgx_ray.errors import CGXError, ConfigError, PlanError, ReplicaError
 from cgx_ray.monitors.sample import InsideLink, StepSample
 from cgx_ray.plan import DENSE, CodecSpec, Layer, Plan
 from cgx_ray.runtime_ext import ops
 from cgx_ray.runtime_ext.streams import streams_of
+
+if TYPE_CHECKING:
+    from cgx_ray.engine.period.rounds import Rounds
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,8 @@ class Engine:
     streams      those of the gradients' device
     trace        gets the spans of every step, if there is one
     observed     loss and learning rate that the training reports
+    agreement    its `weight_check`, which has made the hashes that `submit` gets, says how much the weights differ
+    rounds       follows the period of the plan in force
     """
 
     def __init__(
@@ -84,8 +88,8 @@ class Engine:
         self.device = device
         self.streams = streams_of(device)
         self._gains = GainSchedule(candidates, layers, by_layer)
-        self._agreement = Agreement(transport)
-        self._memories = Memories()
+        self.agreement = Agreement(transport)
+        self._banks = Banks(self._layers, transport, device)
         # Of the last step, until its memory is settled.
         self._result: StepResult | None = None
         self._judged_together = judged_together
@@ -99,12 +103,11 @@ class Engine:
         self._ending = threading.RLock()
         self._last_spans: list[Span] = []
         self.trace: StepTrace | None = None
+        self.rounds: Rounds | None = None
         self._clock = StepClock(self.streams, transport.watch)
-        self._pauses = PauseWatch()
-        self._has_warned = False
         self.plan = plan
         build_kernels([*codecs_on_device(plan), *candidates, *by_layer], device)
-        self._groups = self._make_groups()
+        self._banks.gradients.enter(plan)
         # The thread uses the groups' memory on a stream of its own.
         self.streams.mark().wait()
         self._num_threads = torch.get_num_threads()
@@ -134,6 +137,17 @@ class Engine:
         start = StepStart()
         self._thread.put(start, f"rank {self._transport.rank}, step {self.step}")
         return start.future.result()
+
+    def count_step(self) -> None:
+        """Count a step whose gradients are not exchanged. Call it at its last gradient.
+
+        Raises the error that stopped the engine, or what has made another rank disconnect.
+        """
+        if self._failure is None and self._transport.has_given_up:
+            raise self._transport.explained(RuntimeError("ranks have disconnected"))
+        if self._failure is not None:
+            raise self._failure
+        self.step += 1
 
     def watched(self, work: dist.Work) -> VendorCall:
         """Return what `PendingBucket.summed` is for `work`."""
@@ -173,14 +187,6 @@ class Engine:
         with self._ending:
             return self._last_spans
 
-    def compare_with(self, weight_check: WeightCheck) -> None:
-        """Let `weight_check`, which has made the hashes that `submit` gets, say how much the weights differ."""
-        self._agreement.weight_check = weight_check
-
-    def drift_at(self, step: int) -> float | None:
-        """Return how much the ranks' weights differed before `step`, 0 if not at all; None if it is not known."""
-        return self._agreement.drift if self._agreement.compared_step == step else None
-
     @contextmanager
     def metered(self, candidates: Sequence[CodecSpec], interval_steps: int) -> Iterator[None]:
         """Measure the gains of `candidates` every `interval_steps` instead, at any cost.
@@ -200,7 +206,8 @@ class Engine:
     def state(self) -> dict[str, Any]:
         """Return step, loss scale and the codecs' memory of this rank, for a checkpoint. Call between steps.
 
-        Memory is in tensors by kind and layer. It was made from gradients that are multiplied by the loss scale.
+        Memory is in tensors by kind and layer. It was made from gradients that are multiplied by the loss scale. Memory
+        of parameters' changes is under "changes".
 
         Raises the error that stopped the engine, if there was one: its step is in no memory, or in a part of it.
         """
@@ -208,25 +215,34 @@ class Engine:
             if self._failure is not None:
                 raise self._failure
             self._settle()
-            return {"step": self.step, "loss_scale": self._memories.scale, **self._memories.state()}
+            return {"step": self.step, **self._banks.state()}
 
-    def load_state(self, step: int, memories: Mapping[str, Mapping[str, Tensor]], *, loss_scale: float = 1.0) -> None:
+    def load_state(
+        self,
+        step: int,
+        memories: Mapping[str, Mapping[str, Tensor]],
+        *,
+        changes: Mapping[str, Mapping[str, Tensor]],
+        loss_scale: float = 1.0,
+    ) -> None:
         """Continue from a checkpoint. Call on all ranks, between steps. Layers that it lacks start without memory.
 
-        memories    as in `state`, with every kind
-        loss_scale  scale of the memories; the next steps may have another
+        memories    as in `state`, with every kind; of gradients
+        changes     the same of parameters' changes
+        loss_scale  scale of `memories`; the next steps may have another
 
         Raises StateError if `memories` are from another model. Nothing has changed then.
         """
         check_memories(memories, self._layers)
+        check_memories(changes, self._layers)
         self._wait_for_measurements()
         self.step = step
         self._result = None
         self._gains.start(step)
         # The thread could not write to memory that is made in inference mode.
         with torch.inference_mode(mode=False):
-            self._memories.load(memories, loss_scale)
-            self._groups = self._make_groups()
+            self._banks.load(memories, loss_scale, changes)
+            self._banks.gradients.enter(self.plan)
         self.streams.mark().wait()
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
@@ -236,7 +252,13 @@ class Engine:
             self._thread.end(timeout_s)
         self._transport.close()
         # It holds the weights, and the attachment, which may outlive the model, holds this engine.
-        self._agreement.weight_check = None
+        self.agreement.weight_check = None
+
+    def take_residuals(self) -> dict[str, Tensor]:
+        """Return what codecs have left of this rank's gradients, by layer, and forget it. Call between steps."""
+        with self._ending:
+            self._settle()
+            return self._banks.take_residuals()
 
     def _wait_for_measurements(self) -> None:
         """Wait until the thread has measured the last finished step. Call it between steps."""
@@ -280,13 +302,12 @@ class Engine:
             if not isinstance(arrived, EarlyGradient):
                 arrived.future.set_exception(self._failure)  # type: ignore[arg-type]  # torch's stub says Tensor
             return None
+        is_first, step = step is None, step or self._begin(arrived)
         if isinstance(arrived, StepStart):
-            step = step or self._begin()
             is_dense = all(group.option == DENSE for group in self.plan.groups)
-            arrived.future.set_result(is_dense and step.meter is None and self._memories.is_empty)
+            arrived.future.set_result(is_dense and step.meter is None and self._banks.gradients.memories.is_empty)
             return step
-        if step is None or isinstance(arrived, PendingBucket):
-            step = step or self._begin()
+        if is_first or isinstance(arrived, PendingBucket):
             step.unread.append(arrived)
         self._read_scales(step)
         if isinstance(arrived, PendingBucket):
@@ -305,32 +326,35 @@ class Engine:
         except TimeoutError:
             raise step.overdue() from None
 
-    def _begin(self) -> StepRun:
+    def _begin(self, first: Arrived) -> StepRun:
         """Start a step: enter a plan if all ranks hold it."""
         follow_num_threads(self._num_threads)
         self._settle()
-        version, affordable_from = self._agreement.settle() or (self.plan.version, 0)
+        version, affordable_from = self.agreement.settle() or (self.plan.version, 0)
         if version > self.plan.version:
             with self._lock:
                 plan = self._held[version]
                 self._held = {newer: held for newer, held in self._held.items() if newer > version}
-            before, self.plan = self.plan, plan
-            if plan.groups != before.groups:
-                self._groups = self._make_groups()
-        self._transport.step = self.step
+            self.plan = plan
+        bank, steps = self._banks.gradients, range(self.step, self.step + 1)
+        if isinstance(first, PendingBucket) and first.content is Content.CHANGES:
+            bank, steps = self._banks.changes, first.steps
+        self._banks.last = bank
+        self._transport.step = number = steps[-1]
         meter = None
-        if self._gains.is_due(self.step, affordable_from):
-            key = ops.message_key(self._seed, self.step, 0, self._transport.rank, 0)
-            meter = StepMeter(self._gains.meter(key), self.telemetry, self.step)
+        if bank is self._banks.gradients and self._gains.is_due(number, affordable_from):
+            key = ops.message_key(self._seed, number, 0, self._transport.rank, 0)
+            meter = StepMeter(self._gains.meter(key), self.telemetry, number)
         return StepRun(
-            self._groups,
+            bank.enter(self.plan),
             self._transport,
             self._clock,
             plan_version=self.plan.version,
-            number=self.step,
+            content=bank.content,
+            steps=steps,
             seed=self._seed,
             meter=meter,
-            has_memory=not self._memories.is_empty,
+            has_memory=not bank.memories.is_empty,
         )
 
     def _read_scales(self, step: StepRun) -> None:
@@ -339,38 +363,39 @@ class Engine:
         The codecs' memory is converted to the scale. Raises CGXError if the step has no single scale, so that no memory
         is ever added to gradients of another scale.
         """
+        memories = self._banks.last.memories
         while step.unread:
-            arrived, has_memory = step.unread[0], not self._memories.is_empty
+            arrived, has_memory = step.unread[0], not memories.is_empty
             needs_scale = has_memory and bool(arrived.scales)
             if (needs_scale and not arrived.computed.is_done) or not arrived.weights.written.is_done:
                 return
             if has_memory:
-                known = self._memories.scale if step.is_open else None
-                where = f"rank {self._transport.rank}, step {self.step}: "
-                self._memories.rescale(one_scale(arrived.scales, known, where))
+                known = memories.scale if step.is_open else None
+                where = f"rank {self._transport.rank}, step {step.number}: "
+                memories.rescale(one_scale(arrived.scales, known, where))
             step.unread.popleft()
             if not step.is_open:
-                self._post_agreement(arrived.weights.read())
+                self._post_agreement(step.number, arrived.weights.read())
                 step.is_open = True
 
-    def _post_agreement(self, weights: int) -> None:
-        """Tell the other ranks what this one has at the start of the step."""
+    def _post_agreement(self, number: int, weights: int) -> None:
+        """Tell the other ranks what this one has at the start of step `number`."""
         with self._lock:
             lease = self.plan.lease
             sure: int | None = None
-            if lease is not None and self.step > lease.last_step:
+            if lease is not None and number > lease.last_step:
                 # All ranks are at the same step and plan, so all hold the fallback from this step on.
                 sure = lease.fallback.version
                 self._held[sure] = lease.fallback
             versions = frozenset(self._held)
-        self._agreement.post(
-            step=self.step,
+        self.agreement.post(
+            step=number,
             in_force=self.plan.version,
             held=max(versions, default=self.plan.version),
             versions=versions,
             sure=sure,
             affordable_from=self._gains.affordable_from,
-            loss_scale=self._memories.scale,
+            loss_scale=self._banks.gradients.memories.scale,
             weights=weights,
         )
 
@@ -382,20 +407,8 @@ class Engine:
         result, self._result = self._result, None
         if result is not None:
             not_applied = result.not_applied(self._layers, self._judged_together())
-            for group in self._groups:
+            for group in self._banks.last.groups:
                 group.settle(not_applied)
-
-    def _make_groups(self) -> list[Group]:
-        groups = [
-            Group(index, group, self._layers, self._transport, self._memories, self.device)
-            for index, group in enumerate(self.plan.groups)
-        ]
-        # Once, on rank 0.
-        lossy = lossy_layers(self.plan, self._layers)
-        if lossy and not self._has_warned and self._transport.rank == 0:
-            self._has_warned = True
-            logger.warning(LOSSY_FLOAT64, listed(lossy))
-        return groups
 
     def _end(self, step: StepRun) -> None:
         """Give the last buckets back, then measure the step: training goes on meanwhile."""
@@ -407,7 +420,9 @@ class Engine:
             self._clock.restart()
             # What is reported from now on belongs to the next step, and its hooks read its number.
             loss, lr = self.observed.take()
-            self.step += 1
+            if step.content is Content.GRADIENTS:
+                # The steps that have made changes were counted when their gradients came.
+                self.step += 1
             step.release()
             self._transport.receive_greetings()
             self._measure(step, began_s, self._clock.began_s, loss, lr)
@@ -415,7 +430,8 @@ class Engine:
     def _measure(self, step: StepRun, began_s: float, ended_s: float, loss: float | None, lr: float | None) -> None:
         finish_s = step.meter.finish() if step.meter is not None else 0.0
         with self.telemetry.optional("times, bytes and gains", step.number):
-            between_s = self._pauses.add_step(step.first_arrival - began_s, step.last_arrival - step.first_arrival)
+            pauses = self._banks.last.pauses
+            between_s = pauses.add_step(step.first_arrival - began_s, step.last_arrival - step.first_arrival)
             began_s += between_s
             if step.meter is not None:
                 # As if the step had waited for `finish`.
@@ -424,7 +440,7 @@ class Engine:
             if self.trace is not None:
                 self.trace.add_step(step.number, self._last_spans, began_s, ended_s)
             sample = sample_of_step(step, self._transport, self.telemetry, began_s, ended_s)
-            drift = self.drift_at(step.number - 1)
+            drift = self.agreement.drift_at(step.number - 1)
             self.telemetry.add_sample(
                 replace(sample, between_s=between_s, loss=loss, lr=lr, inside=self._inside, weight_drift=drift)
             )

@@ -17,6 +17,7 @@ from cgx_ray.collectives.transport.transport_like import VendorCall
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.layers import averaged_parameters
 from cgx_ray.engine.loss_scale import LossScale, Scales
+from cgx_ray.engine.period.rounds import Rounds
 from cgx_ray.engine.step import EarlyGradient, PendingBucket
 from cgx_ray.engine.unused import UsedLayers
 from cgx_ray.engine.weight_check import NOT_HASHED, WeightCheck, WeightHash
@@ -63,7 +64,8 @@ class DdpBuckets:
         self._model = weakref.ref(model)
         self._loss_scale = loss_scale or LossScale(averaged_parameters(model))
         self._weights = WeightCheck(averaged_parameters(model), weight_check_steps)
-        engine.compare_with(self._weights)
+        engine.agreement.weight_check = self._weights
+        self._rounds = Rounds(model, engine, self._weights)
         self._averaged_step = -1
         self._hands_over, self._process_group = hands_over, model.process_group
         # Of the step under way, once it is known.
@@ -75,6 +77,8 @@ class DdpBuckets:
         self._expects_bucket = False
         # From the first gradient of a step to its last bucket.
         self._has_begun = False
+        # From the first gradient of a step on which the rounds were asked to its last bucket.
+        self._is_open = False
         # True if DDP will not change its buckets any more.
         self._keeps_buckets = False
         # By layer, its place in the buckets of the last step.
@@ -95,15 +99,20 @@ class DdpBuckets:
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
         buffer = bucket.buffer()
         future = self._streams.future()
-        is_handed_over = self._ask_engine()
+        self._begin_step()
+        is_handed_over = not self._rounds.is_alone and self._ask_engine()
         if bucket.is_last():
             self._is_handed_over = None
+        self._is_open = not bucket.is_last()
         self._expects_bucket = self._has_begun = not bucket.is_last()
         self._newest = None
         unused = self._used.take_unused(bucket, names)
         # A parameter without elements is no layer, see `layers_of`.
         gradients = {name: one for name, one in zip(names, bucket.gradients(), strict=True) if one.numel() > 0}
-        if not gradients:
+        scales = self._loss_scale.now() if gradients else ()
+        self._rounds.take(gradients, scales)
+        shared = self._rounds.end_step() if bucket.is_last() else None
+        if self._rounds.is_alone or not gradients:
             future.set_result(buffer)
             return future
         # A rank without inputs gets buckets of zeros inside `join`, which lie elsewhere.
@@ -113,16 +122,22 @@ class DdpBuckets:
             gradients=gradients,
             buffer=buffer,
             future=future,
-            scales=self._loss_scale.now(),
+            scales=scales,
             unused=unused,
             # After `now`, so that it also covers the device's copies of the scales.
             computed=self._end_of_bucket(),
             weights=self._weights_hash(),
+            shared=shared,
         )
         if is_handed_over:
             pending.summed = self._begin_sum(buffer)
         self._engine.submit(pending)
         return future.then(_value)
+
+    def _begin_step(self) -> None:
+        if not self._is_open:
+            self._is_open = True
+            self._rounds.begin_step()
 
     def _ask_engine(self) -> bool:
         """Return whether DDP's own all-reduce averages this step. All ranks get the same answer."""
@@ -142,13 +157,14 @@ class DdpBuckets:
         for hook in self._hooks:
             hook.remove()
         self._used.close()
+        self._rounds.close()
 
     def _average_weights(self, model: DistributedDataParallel, given: object) -> None:
         """Average the weights in the first forward pass after a comparison that has found rounding."""
         step = self._engine.step
         # The weights of a step are compared in the one after it.
         is_due = torch.is_grad_enabled() and step != self._averaged_step and not allows_uneven_inputs(model)
-        if is_due and self._engine.drift_at(step - 2):
+        if is_due and not self._rounds.is_alone and self._engine.agreement.drift_at(step - 2):
             self._averaged_step = step
             self._weights.average(model.process_group)
 
@@ -171,7 +187,8 @@ class DdpBuckets:
         stream = self._streams.current()
         if stream is not None:
             self._used_streams.add(stream)
-        if self._ask_engine():
+        self._begin_step()
+        if self._rounds.reads_buckets or self._ask_engine():
             # Its sums are by bucket.
             return
         newest, self._newest = self._newest, None

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from statistics import median_low
 
 import torch.futures
@@ -28,6 +29,13 @@ from cgx_ray.torch_compat import profiled
 USUAL_STEPS, LEAST_STEPS = 31, 3
 # Times the usual time from which the rest is a pause. Less is noise of small models and of data loaders.
 PAUSE_FACTOR = 2.0
+
+
+class Content(StrEnum):
+    """What ranks average: gradients, or what steps without an exchange have changed in the parameters."""
+
+    GRADIENTS = "gradients"
+    CHANGES = "changes"
 
 
 class StepClock:
@@ -100,7 +108,7 @@ class EarlyGradient:
 
 @dataclass(slots=True, kw_only=True)
 class PendingBucket:
-    """One of DDP's buckets, which came at `arrived_s`. DDP waits for its `future`.
+    """One of DDP's buckets, which came at `arrived_s`. DDP waits for its `future`. Or the changes of all parameters.
 
     future       gets `buffer` once all gradients in it are averaged
     scales       loss scales of the gradients, see `LossScale.now`
@@ -108,6 +116,9 @@ class PendingBucket:
     computed     after it the gradients and the scales can be read
     weights      hash of this rank's weights, if they are compared in this step; only what comes first in a step has it
     summed       sum over ranks of the divided `buffer`, which DDP's own group has begun; None if the engine averages it
+    content      of `gradients`
+    steps        of changes, the steps that made them
+    shared       on the host, float64: gets its mean over ranks. All ranks give as many numbers, or none
     num_waiting  layers that are not averaged yet
     """
 
@@ -120,6 +131,9 @@ class PendingBucket:
     weights: WeightHash = NOT_HASHED
     arrived_s: float = field(default_factory=time.perf_counter)
     summed: VendorCall | None = None
+    content: Content = Content.GRADIENTS
+    steps: range = range(0)
+    shared: Tensor | None = None
     num_waiting: int = 0
 
 
@@ -166,18 +180,19 @@ class StepRun:
         clock: StepClock,
         *,
         plan_version: int,
-        number: int,
+        content: Content,
+        steps: range,
         seed: int,
         meter: StepMeter | None,
         has_memory: bool,
     ) -> None:
         """
-        number      number of the step
+        steps       steps that have made `content`; the last one is the number of this step
         has_memory  True if codecs remember something. A step with NaN or Inf, which GradScaler skips, must not change
                     their memory
         """
         self.groups = groups
-        self.plan_version, self.number = plan_version, number
+        self.plan_version, self.content, self.num_steps, self.number = plan_version, content, len(steps), steps[-1]
         self.meter = meter
         self.buckets: list[PendingBucket] = []
         self.phases = [Phases() for _ in groups]
@@ -290,6 +305,9 @@ class StepRun:
 
         The averages are the same on all ranks, so all ranks know whether to exchange the names of layers.
         """
+        for bucket in self.buckets:
+            if bucket.shared is not None:
+                self._share(bucket.shared)
         unused = self._unused_by_all() if self._unused_by_all is not None else frozenset[str]()
         suspects = [group for group in self.groups if not group.is_finite]
         if not suspects:
@@ -316,6 +334,12 @@ class StepRun:
         for bucket in self.buckets:
             if bucket.num_waiting == 0 and not bucket.future.done():
                 bucket.future.set_result(bucket.buffer)
+
+    def _share(self, shared: Tensor) -> None:
+        """Replace `shared` by its mean over ranks. All ranks have started their groups' sums by now."""
+        for handle in self._transport.all_reduce(shared):
+            self._transport.finish(handle)
+        shared /= self._transport.world_size
 
     def _arrive(self, gradients: Mapping[str, Tensor], brought_by: EarlyGradient | PendingBucket) -> None:
         self._first = self._first or brought_by

@@ -40,14 +40,14 @@ def spans_of_step(step: StepRun, began_s: float) -> list[Span]:
 def sample_of_step(
     step: StepRun, transport: Transport, telemetry: Telemetry, began_s: float, ended_s: float
 ) -> StepSample:
-    """Return the sample of `step`, which lasted from `began_s` to `ended_s`.
+    """Return the sample of `step`, which lasted from `began_s` to `ended_s`. Of a round, it is the mean step.
 
     Empties the transport's counters of bytes and rates.
     """
     seconds = exchange_seconds([phases.rounds for phases in step.phases], [g.sent_bytes for g in step.groups])
     bursts: tuple[Burst, ...] = ()
     rate_from: dict[int, float] = {}
-    rank, nodes = transport.rank, transport.nodes
+    rank, nodes, num_steps = transport.rank, transport.nodes, step.num_steps
     with telemetry.optional("rates of arrival", step.number):
         arrived = transport.take_bursts()
         bursts = counted_bursts(_bursts(arrived), rank, nodes)
@@ -55,16 +55,17 @@ def sample_of_step(
     return StepSample(
         rank=rank,
         step=step.number,
+        num_steps=num_steps,
         plan_version=step.plan_version,
-        step_s=ended_s - began_s,
-        compute_s=step.last_arrival - began_s,
-        encode_s=sum(phases.encode for phases in step.phases),
-        exchange_s=sum(seconds),
-        decode_s=sum(phases.decode for phases in step.phases),
-        wire_bytes=sum(group.sent_bytes for group in step.groups),
+        step_s=(ended_s - began_s) / num_steps,
+        compute_s=(step.last_arrival - began_s) / num_steps,
+        encode_s=sum(phases.encode for phases in step.phases) / num_steps,
+        exchange_s=sum(seconds) / num_steps,
+        decode_s=sum(phases.decode for phases in step.phases) / num_steps,
+        wire_bytes=round(sum(group.sent_bytes for group in step.groups) / num_steps),
         card_bytes=transport.take_card_bytes(),
         dense_bytes=sum(group.dense_bytes for group in step.groups),
-        ready_s=tuple(ready - began_s for ready in step.ready_at),
+        ready_s=tuple((ready - began_s) / num_steps for ready in step.ready_at),
         transfers=_transfers(step, seconds),
         gain=step.meter.gains if step.meter is not None else {},
         kept=step.meter.kept() if step.meter is not None else {},

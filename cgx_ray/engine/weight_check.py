@@ -91,33 +91,40 @@ class WeightCheck:
         every_steps  0 for never
         """
         self._weights = dict(weights)
+        # What was hashed last.
+        self._compared: Mapping[str, Tensor] = self._weights
         self._every_steps = every_steps
         self._hashed_step = -1
 
-    def hash_at(self, step: int) -> WeightHash:
+    def hash_at(self, step: int, since: int | None = None, anchor: Mapping[str, Tensor] | None = None) -> WeightHash:
         """Return the hash of the weights at the first call in a step with a check, else NO_HASH. Waits for no device.
+
+        since   first step of a round that ends with `step`, by default `step` itself
+        anchor  what all ranks had alike when the round began, by default the weights
 
         Call it while the weights are as they were in the forward pass.
         """
         if not self._every_steps or step == self._hashed_step:
             return NOT_HASHED
         # After a restart the first step may have any number, and ranks may have loaded different weights.
-        if step % self._every_steps and self._hashed_step >= 0:
+        newest = step // self._every_steps * self._every_steps
+        if newest < (step if since is None else since) and self._hashed_step >= 0:
             return NOT_HASHED
         self._hashed_step = step
-        devices = {weight.device for weight in self._weights.values()}
+        self._compared = anchor or self._weights
+        devices = {weight.device for weight in self._compared.values()}
         if len(devices) > 1 or HOST in devices:
-            return WeightHash(hash_of(self._weights))
+            return WeightHash(hash_of(self._compared))
         streams = streams_of(devices.pop())
         value_1 = streams.host_memory(1, torch.int64)
-        streams.copy_each([(hash_on_device(self._weights), value_1)])
+        streams.copy_each([(hash_on_device(self._compared), value_1)])
         return WeightHash(value_1, streams.mark())
 
     def bounds(self) -> Tensor:
         """Return numbers (int64) whose minima over ranks `drift` takes. Call it in a backward pass, from any thread."""
-        for device in {weight.device for weight in self._weights.values()}:
+        for device in {weight.device for weight in self._compared.values()}:
             streams_of(device).wait_for_all()
-        values_LP = torch.stack([_projected(weight.detach()) for weight in self._weights.values()])
+        values_LP = torch.stack([_projected(weight.detach()) for weight in self._compared.values()])
         # NaN would come out smaller or larger than all numbers.
         values_LP.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         return torch.cat([_ordered(values_LP), _ordered(-values_LP)]).flatten()
@@ -127,15 +134,15 @@ class WeightCheck:
 
         minima  over ranks, of what `bounds` returned
         """
-        low_LP, high_LP = _ordered(minima.view(2, len(self._weights), -1)).view(torch.float64)
+        low_LP, high_LP = _ordered(minima.view(2, len(self._compared), -1)).view(torch.float64)
         high_LP = -high_LP
         # Weights with NaN or Inf are no longer known to be the same.
         spread_LP = (high_LP - low_LP).nan_to_num_(nan=math.inf, posinf=math.inf)
         squares = high_LP[:, -1].tolist()
-        numel = sum(weight.numel() for weight in self._weights.values())
+        numel = sum(weight.numel() for weight in self._compared.values())
         mean_square = math.fsum(squares) / max(numel, 1)
         found = []
-        for (name, weight), spread_P, square in zip(self._weights.items(), spread_LP.tolist(), squares, strict=True):
+        for (name, weight), spread_P, square in zip(self._compared.items(), spread_LP.tolist(), squares, strict=True):
             # Sums of float64 could round differently on different processors.
             difference = math.sqrt(math.fsum(one * one for one in spread_P[:-1]) / NUM_PROJECTIONS)
             norm = math.sqrt(max(square, NEAR_ZERO * mean_square * weight.numel()))

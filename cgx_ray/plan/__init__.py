@@ -31,6 +31,7 @@ from cgx_ray.plan.plan import (
     MAX_GROUPS,
     MAX_INDEXED_NUMEL,
     MAX_PAYLOAD_BYTES,
+    MAX_PERIOD,
     PIECE_BYTES,
     SMALL_LAYER_NUMEL,
     Given,
@@ -39,6 +40,7 @@ from cgx_ray.plan.plan import (
     Lease,
     Plan,
     as_option,
+    check_period,
     make_plan,
 )
 
@@ -52,6 +54,7 @@ __all__ = [
     "MAX_GROUPS",
     "MAX_INDEXED_NUMEL",
     "MAX_PAYLOAD_BYTES",
+    "MAX_PERIOD",
     "NONE",
     "PIECE_BYTES",
     "SMALL_LAYER_NUMEL",
@@ -71,6 +74,7 @@ __all__ = [
     "Scheme",
     "as_option",
     "carries",
+    "check_period",
     "is_known_everywhere",
     "known_codecs",
     "make_plan",

@@ -32,6 +32,8 @@ PIECE_BYTES = 1 << 20
 # Limits of the fields of a message's header.
 MAX_GROUPS = 1 << 16
 MAX_PAYLOAD_BYTES = 2**32 - 1
+# Steps. No published training goes longer without an exchange than 1,000 (`docs/period.md`).
+MAX_PERIOD = 1024
 # Indices are int32.
 MAX_INDEXED_NUMEL = 2**31 - 1
 
@@ -94,13 +96,16 @@ class Lease:
 class Plan:
     """All groups of one model and their options. A later plan has a higher version.
 
-    lease  of a plan on trial. The next plan needs a higher version than the fallback
+    lease   of a plan on trial. The next plan needs a higher version than the fallback
+    period  steps between two exchanges. With 1, ranks average the gradients of every step; with more, each trains alone
+            for so many steps, and then they average what these have changed (`engine.period`)
     """
 
     version: int
     world_size: int
     groups: tuple[GroupPlan, ...]
     lease: Lease | None = None
+    period: int = 1
 
     def __post_init__(self) -> None:
         if self.lease is not None:
@@ -113,6 +118,7 @@ class Plan:
                 )
         if self.version < 0 or self.world_size < 1:
             raise PlanError(f"version {self.version} and world_size {self.world_size}: need >= 0 and >= 1")
+        check_period(self.period)
         if len(self.groups) > MAX_GROUPS:
             raise PlanError(
                 f"plan {self.version} has {len(self.groups)} groups; at most {MAX_GROUPS} are allowed, so give "
@@ -163,14 +169,17 @@ class Plan:
     def describe(self) -> str:
         """Return the option that most of the compressed groups use: `"qsgd:bits=4,bucket_size=128 over sra"`.
 
-        If groups compress in several ways, the number of the others follows: `"... over sra and 1 other"`.
+        If groups compress in several ways, the number of the others follows: `"... over sra and 1 other"`. A period of
+        more than 1 comes last: `"..., every 8 steps"`.
         """
         every = [group.option for group in self.groups]
         compressed = [option for option in every if option.codec != NONE]
         candidates = compressed or [option for option in every if option.scheme is not Scheme.DENSE] or every
         text = str(max(dict.fromkeys(candidates), key=candidates.count, default=DENSE))
         others = len(set(compressed)) - 1
-        return f"{text} and {others} other{'s' if others > 1 else ''}" if others > 0 else text
+        if others > 0:
+            text += f" and {others} other{'s' if others > 1 else ''}"
+        return text if self.period == 1 else f"{text}, every {self.period} steps"
 
     def to_json(self) -> str:
         return json.dumps(self._fields())
@@ -188,6 +197,8 @@ class Plan:
             for group in self.groups
         ]
         fields: dict[str, Any] = {"version": self.version, "world_size": self.world_size, "groups": groups}
+        if self.period > 1:
+            fields["period"] = self.period
         if self.lease is not None:
             fields["lease"] = {"last_step": self.lease.last_step, "fallback": self.lease.fallback._fields()}
         return fields
@@ -221,8 +232,15 @@ class Plan:
             version=raw["version"],
             world_size=raw["world_size"],
             groups=groups,
+            period=raw.get("period", 1),
             lease=Lease(last_step=lease["last_step"], fallback=cls._from_fields(lease["fallback"])) if lease else None,
         )
+
+
+def check_period(period: object) -> None:
+    """Raise ConfigError unless `period` is a number of steps that ranks may train alone."""
+    if not isinstance(period, int) or isinstance(period, bool) or not 1 <= period <= MAX_PERIOD:
+        raise ConfigError(f"period {period!r} is not allowed; give whole steps, from 1 to {MAX_PERIOD}")
 
 
 # A codec; or a codec, a scheme and, if it is not make_plan's, intra.
@@ -245,6 +263,7 @@ def make_plan(
     bits: Mapping[str, int] | None = None,
     uniform: bool = False,
     device: Device | str = Device.AUTO,
+    period: int = 1,
 ) -> Plan:
     """Make a plan with one codec and scheme for all layers except small ones, which go uncompressed.
 
@@ -268,6 +287,7 @@ def make_plan(
                compresses the whole model as one buffer like this (CGX, section 6). Nothing is sent before backward
                ends, and norms and biases share quantization buckets with their neighbours.
     device     "cpu": the host encodes what a GPU has computed (offload), all but plain dense, see `Option`
+    period     steps between two exchanges, see `Plan`
 
     Raises ConfigError if a scheme cannot carry a codec, PlanError if a pattern or `bits` names no layer.
     """
@@ -290,7 +310,7 @@ def make_plan(
         # The last groups of both are ready when backward ends. The short messages must not queue behind the long ones.
         groups[-1:-1] = _fill_groups(small, group_bytes, first_bytes)
     groups = groups if device == Device.AUTO else [replace(one, option=one.option.on(device)) for one in groups]
-    return Plan(version=version, world_size=world_size, groups=tuple(groups))
+    return Plan(version=version, world_size=world_size, groups=tuple(groups), period=period)
 
 
 class _Choice(NamedTuple):

@@ -47,6 +47,7 @@ def attach(
     codec: CodecSpec | str | None = None,
     scheme: str | None = None,
     intra: str | None = None,
+    period: int | None = None,
     transport: str | None = None,
     shared_memory: bool | None = None,
     timeout_s: float | None = None,
@@ -64,11 +65,11 @@ def attach(
                    such as "adaptive" (`session.local_control`). Default: CGXConfig's; elsewhere qsgd 4/128 over sra
     folder         without Ray: where rank 0 writes the journal. Default: `cgx-ray-runs/<time>` if the policy decides
     plan           in force until `Attachment.hold` offers a newer one
-    codec, scheme, intra
+    codec, scheme, intra, period
                    make a `Static` in short. What is left out is that of CGXConfig's `Static`, if it has one
     transport, shared_memory, timeout_s, silent_s, weight_check_steps, average_weights
                    see `Settings`. Default: CGXConfig's; elsewhere "tcp", True, that of the process group, a minute,
-                   500 and False. As codec, scheme and intra, the same on all ranks
+                   500 and False. As codec, scheme, intra and period, the same on all ranks
     parameters     FSDP2 only: codec that large parameters are gathered with, such as "qsgd:bits=8,rounding=nearest".
                    All ranks compute with the decoded parameters. Each rank updates its own shard, which stays exact
     scaler         a GradScaler, or an object whose `get_scale()` returns the same on all ranks. It is asked during
@@ -93,9 +94,9 @@ def attach(
         "average_weights": average_weights,
         "silent_s": silent_s,
     }
-    choice = {"codec": codec, "scheme": scheme, "intra": intra}
+    choice = {"codec": codec, "scheme": scheme, "intra": intra, "period": period}
     make_settings = partial(_settings, policy, folder, plan, choice, others)
-    asks, model = all(choice is None for choice in (policy, plan, codec, scheme, intra)), uncompiled(model)
+    asks, model = all(one is None for one in (policy, plan, *choice.values())), uncompiled(model)
     process.attachment = _attach(model, plan, make_settings, folder, parameters, scaler, asks_controller=asks)
     return process.attachment
 
@@ -125,7 +126,8 @@ def _settings(
     given = {name: value for name, value in choice.items() if value is not None}
     if plan is not None and (given or policy is not None):
         raise ConfigError(
-            "attach got a plan and a policy, codec, scheme or intra, which the plan already sets; give one of them"
+            "attach got a plan and a policy, codec, scheme, intra or period, which the plan already sets; give one of "
+            "them"
         )
     if folder is not None and (plan is not None or session is not None):
         why = "a plan, which nothing replaces" if plan is not None else "a Ray Train worker, where CGXConfig decides"
@@ -139,7 +141,7 @@ def _settings(
     elif plan is not None or given:
         usual = settings.policy
         if isinstance(usual, Static):
-            given = {"intra": usual.intra} | given
+            given = {"intra": usual.intra, "period": usual.period} | given
             if given.get("scheme") != Scheme.DENSE:
                 given = {"codec": usual.codec} | given
         settings = replace(settings, policy=Static(**given))

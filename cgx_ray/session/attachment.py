@@ -17,6 +17,7 @@ from cgx_ray.codecs.codec import KINDS
 from cgx_ray.collectives.transport.lifeline import Lifeline
 from cgx_ray.collectives.transport.tcp import node_address
 from cgx_ray.engine.engine import Engine
+from cgx_ray.engine.period.rounds import Rounds
 from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
 from cgx_ray.engine.step_sample import Span
 from cgx_ray.engine.step_trace import StepTrace
@@ -29,7 +30,7 @@ from cgx_ray.session.explore import CANDIDATES, Exploration, Stateful, explore
 from cgx_ray.session.own_folder import OwnFolder
 from cgx_ray.session.served_metrics import ServedMetrics
 from cgx_ray.session.settings import Settings
-from cgx_ray.session.states import STATE_FORMAT, check_own, named_as, state_of
+from cgx_ray.session.states import CHANGES, ROUND, STATE_FORMAT, check_own, named_as, no_memory, state_of
 from cgx_ray.torch_compat import is_registered
 
 if TYPE_CHECKING:
@@ -252,13 +253,15 @@ class Attachment:
         if self._kept is not None:
             return dict(self._kept)
         if self._engine is None:
-            nothing = {"step": 0, "loss_scale": 1.0, **{kind: {} for kind in KINDS}}
+            nothing = {"step": 0, "loss_scale": 1.0, **no_memory()}
             return {"format": STATE_FORMAT, "rank": 0, "world_size": 1, **nothing}
         return {
             "format": STATE_FORMAT,
             "rank": dist.get_rank(),
             "world_size": dist.get_world_size(),
+            **no_memory(),
             **self._engine.state(),
+            **({ROUND: rounds.state()} if (rounds := self._rounds) is not None else {}),
         }
 
     def load_state_dict(self, states: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> None:
@@ -283,7 +286,27 @@ class Attachment:
             return
         names = [name for group in self._engine.plan.groups for name in group.layers]
         memories = {kind: named_as(state[kind], names) for kind in KINDS}
-        self._engine.load_state(state["step"], memories, loss_scale=state["loss_scale"])
+        if not isinstance(self._engine, Engine):
+            self._engine.load_state(state["step"], memories, loss_scale=state["loss_scale"])
+            return
+        if self._rounds is not None:
+            found = state[ROUND]
+            self._rounds.load_state({**found, **{one: named_as(found[one], names) for one in ("anchor", "rates")}})
+        changes = {kind: named_as(state[CHANGES][kind], names) for kind in KINDS}
+        self._engine.load_state(state["step"], memories, changes=changes, loss_scale=state["loss_scale"])
+
+    def end_round(self) -> None:
+        """Average the parameters now, if ranks have trained alone since they last did (a period of more than 1).
+
+        Call it on all ranks, between steps, before what should see the ranks' common parameters: validation, saving the
+        model, the end of the training. The next round begins then. Else it does nothing.
+        """
+        if self._rounds is not None:
+            self._rounds.end_round()
+
+    @property
+    def _rounds(self) -> Rounds | None:
+        return self._engine.rounds if isinstance(self._engine, Engine) else None
 
     def note_added(self) -> None:
         """Note that a checkpoint gets the state of this rank. Warn once if only some ranks do this.

@@ -70,6 +70,8 @@ def explore(
     """
     if iterations < GAIN_INTERVAL_STEPS:
         raise ConfigError(f"iterations {iterations!r} is not allowed; give {GAIN_INTERVAL_STEPS} or more, such as 10")
+    if engine.plan.period > 1:
+        raise ConfigError(f"the plan has period {engine.plan.period}; explore with period 1: steps exchange gradients")
     specs = [codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec) for codec in candidates]
     if not specs:
         raise ConfigError("no candidates to explore; give at least one codec")
@@ -184,4 +186,6 @@ def _restored(engine: Engine, stateful: Sequence[Stateful]) -> Iterator[None]:
         finally:
             for entry, state in zip(stateful, states, strict=True):
                 entry.load_state_dict(state)
-            engine.load_state(memories["step"], memories, loss_scale=memories["loss_scale"])
+            engine.load_state(
+                memories["step"], memories, changes=memories["changes"], loss_scale=memories["loss_scale"]
+            )

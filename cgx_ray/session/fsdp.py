@@ -121,6 +121,11 @@ def _check(
         raise ConfigError(
             f"an FSDP2 model cannot use intra {chosen.intra!r}; shard within nodes and replicate between them"
         )
+    if chosen.period > 1:
+        raise ConfigError(
+            f"an FSDP2 model cannot use period {chosen.period}: each rank has only a shard of the parameters; give "
+            "period 1, or train a DistributedDataParallel"
+        )
     if settings.average_weights:
         raise ConfigError("weights of an FSDP2 model are not compared, so leave average_weights out")
     if settings.overrides or settings.exclude:

@@ -54,7 +54,7 @@ class Settings:
                     dense, measure, decide, and decide again when the network changes. "static": one option for the
                     whole run. "cgx" and "flexible": as these papers decide; they do not promise to be no slower than
                     dense. Or a name that an installed package offers, see `control.policies.named_policies`
-    codec, scheme, intra, fidelity, candidates, min_gain, review_s, method, alpha, densities
+    codec, scheme, intra, period, fidelity, candidates, min_gain, review_s, method, alpha, densities
                     arguments of a policy that is given by its name: policy="static", codec="bf16" is Static("bf16").
                     They are not kept: `policy` is the policy that they make
     overrides       layer rules that every plan of every policy keeps: codecs, options, or tuples of codec, scheme and
@@ -89,6 +89,7 @@ class Settings:
     codec: InitVar[CodecSpec | str | None] = None
     scheme: InitVar[str | None] = None
     intra: InitVar[str | None] = None
+    period: InitVar[int | None] = None
     fidelity: InitVar[str | None] = None
     candidates: InitVar[Sequence[Given] | None] = None
     min_gain: InitVar[float | None] = None
@@ -253,6 +254,7 @@ class Settings:
             group_bytes=group_bytes,
             first_bytes=first_bytes,
             overrides=self._rules(),
+            period=self.policy.period if isinstance(self.policy, Static) else 1,
         )
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cgx_ray.codecs.codec import KINDS, is_finite
+from cgx_ray.engine.period.rounds import NO_ROUND
 from cgx_ray.errors import StateError
 
-STATE_FORMAT = 3
+STATE_FORMAT = 4
+# Keys of the memory of parameters' changes, and of the round under way (`engine.period.rounds`).
+CHANGES, ROUND = "changes", "round"
 # Parts of parameters' names that wrappers of torch add: torch.compile, DataParallel and DDP, checkpoint_wrapper, FSDP.
 _WRAPPERS = frozenset({"_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
@@ -34,13 +37,24 @@ def check_own(state: Mapping[str, Any], rank: int, world_size: int) -> None:
         )
     if not 0 < state["loss_scale"] < math.inf:
         raise StateError(f"the state of {whose} has loss scale {state['loss_scale']}; start from another checkpoint")
-    for kind in KINDS:
-        for name, value in state[kind].items():
-            if value.dtype != torch.float32 or not is_finite(value):
-                raise StateError(
-                    f"the state of {whose} has {kind} of layer {name!r} with NaN or Inf, or not in float32 (it is "
-                    f"{value.dtype}); start from another checkpoint"
-                )
+    for kind, name, value in _memories(state):
+        if value.dtype != torch.float32 or not is_finite(value):
+            raise StateError(
+                f"the state of {whose} has {kind} of layer {name!r} with NaN or Inf, or not in float32 (it is "
+                f"{value.dtype}); start from another checkpoint"
+            )
+
+
+def no_memory() -> dict[str, Any]:
+    """Return the memory in a state of a rank that has none."""
+    return {**{kind: {} for kind in KINDS}, CHANGES: {kind: {} for kind in KINDS}, ROUND: NO_ROUND}
+
+
+def _memories(state: Mapping[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield all memory in a state: its kind, the layer, and the value."""
+    for part in (state, state[CHANGES]):
+        for kind in KINDS:
+            yield from ((kind, name, value) for name, value in part[kind].items())
 
 
 def named_as(memory: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
@@ -81,7 +95,7 @@ def state_of(
 
     Raises StateError unless the states belong together and, if `is_complete`, none is missing.
     """
-    total: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
+    total = no_memory()
     runs: set[tuple[Any, Any, Any]] = set()
     ranks: list[int] = []
     for state in states:
@@ -91,7 +105,11 @@ def state_of(
         averages = not is_complete or state["world_size"] != world_size
         is_own = not averages and state["rank"] == rank
         if is_own or (averages and len(runs) == 1):
-            _add(state, total, is_first=is_own or len(ranks) == 1)
+            is_first = is_own or len(ranks) == 1
+            _add(state, total, is_first=is_first)
+            _add(state[CHANGES], total[CHANGES], is_first=is_first)
+            # A round goes on only where it began. All ranks have the same rho.
+            total[ROUND] = state[ROUND] if is_own else {**NO_ROUND, "rho": state[ROUND]["rho"]}
         del state  # else it would stay in memory while the next one is loaded
     if len(runs) != 1 or (is_complete and sorted(ranks) != list(range(next(iter(runs))[0]))):
         raise StateError(
@@ -100,15 +118,14 @@ def state_of(
         )
     old_size, step, loss_scale = runs.pop()
     if old_size != world_size or not is_complete:
-        for memory in total.values():
-            for value in memory.values():
-                value.div_(len(ranks))
+        for _, _, value in _memories(total):
+            value.div_(len(ranks))
     own = {"rank": rank, "world_size": world_size, "step": step, "loss_scale": loss_scale}
     return {"format": STATE_FORMAT, **own, **total}
 
 
-def _add(state: Mapping[str, Any], total: Mapping[str, dict[str, Tensor]], *, is_first: bool) -> None:
-    """Add the memories of `state` to `total`, which has none yet if the state `is_first`."""
+def _add(state: Mapping[str, Any], total: Mapping[str, Any], *, is_first: bool) -> None:
+    """Add the memories of `state` by kind to `total`, which has none yet if the state `is_first`."""
     for kind in KINDS:
         values: Mapping[str, Tensor] = state[kind]
         if is_first:

@@ -58,7 +58,6 @@ class Submitted:
         self.early: list[EarlyGradient] = []
         self.buckets: list[PendingBucket] = []
 
-    def compare_with(self, weight_check: object) -> None: ...
 
     def submit(self, arrived: EarlyGradient | PendingBucket) -> None:
         if isinstance(arrived, PendingBucket):

@@ -13,7 +13,19 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from cgx_ray.control.learned.learned_errors import LearnedErrors
 from cgx_ray.errors import ConfigError, PlanError
-from cgx_ray.plan import DENSE, NONE, CodecSpec, Given, Intra, Option, Plan, Scheme, as_option, preferred_scheme
+from cgx_ray.plan import (
+    DENSE,
+    NONE,
+    CodecSpec,
+    Given,
+    Intra,
+    Option,
+    Plan,
+    Scheme,
+    as_option,
+    check_period,
+    preferred_scheme,
+)
 from cgx_ray.planner.candidates import codec_options
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.joint import BestPlan, best_plan
@@ -291,16 +303,20 @@ class Static(Policy):
     codec   a CodecSpec, or text for `CodecSpec.parse`; None: qsgd, or no codec with scheme "dense"
     scheme  None: the codec's usual one
     intra   "dense" or "compressed" sums inside nodes first, see `collectives.hierarchical`; or "flat"
+    period  steps between two exchanges: with more than 1, ranks train alone between them (`engine.period`). The codec
+            then encodes what these steps have changed in the parameters
     """
 
     codec: CodecSpec | str | None = None
     scheme: str | None = None
     intra: str = Intra.FLAT.value
+    period: int = 1
     option: Option = field(init=False, repr=False, compare=False)
 
     is_guarded = False
 
     def __post_init__(self) -> None:
+        check_period(self.period)
         usual = "none" if self.scheme == Scheme.DENSE else "qsgd"
         codec = as_codec(usual if self.codec is None else self.codec)
         option = as_option((codec, preferred_scheme(codec) if self.scheme is None else self.scheme, self.intra))

@@ -1,0 +1,98 @@
+"""rho: the norm of the ranks' mean gradient over that of one rank's gradient, while ranks train alone.
+
+Gradients of one rank have more noise, so an optimizer that divides by their size takes shorter steps than it would with
+the mean gradient. Ranks that train alone multiply their gradients by rho and the learning rate by 1 / rho.
+
+The mean gradient is not there to be measured. So each rank keeps, of each step, a fold of its gradient: sums of some
+elements with fixed random signs. The fold of a mean gradient is the mean of the folds, and the expected square of a sum
+with random signs is the sum of squares. docs/log/2026-11-26.md, entry 91, has other estimators.
+
+K sums, S steps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+NUM_SUMS = 384
+# Elements of a model that are folded, at most about so many: more would cost time, and err no less.
+MAX_FOLDED = 1 << 20
+# Elements that lie together in memory, so that reading some of a gradient's does not read all of it.
+LINE = 16
+# Weight of what was known before, in an average that forgets.
+KEPT = 0.9
+
+
+class Fold:
+    """Sums over the elements of one rank's gradients, with signs that are the same on all ranks."""
+
+    def __init__(self, numels: Mapping[str, int], device: torch.device) -> None:
+        """`numels`: elements of each layer. `device`: where the gradients are."""
+        self._stride = -(-sum(numels.values()) // MAX_FOLDED)
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        self._signs = {}
+        for name, numel in numels.items():
+            num_picked = numel if self._stride == 1 else -(-(numel // LINE) // self._stride) * LINE
+            signs = torch.randint(2, (num_picked,), generator=generator, dtype=torch.int8, device="cpu") * 2 - 1
+            self._signs[name] = signs.to(device)
+        self._sum_K = torch.zeros(NUM_SUMS, device=device)
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add the gradient of a layer."""
+        flat_N = gradient.reshape(-1)
+        if self._stride > 1:
+            num_lines = len(flat_N) // LINE
+            flat_N = flat_N[: num_lines * LINE].view(num_lines, LINE)[:: self._stride].reshape(-1)
+        signed_N = flat_N.float() * self._signs[name]
+        num_whole = len(signed_N) // NUM_SUMS * NUM_SUMS
+        self._sum_K += signed_N[:num_whole].view(-1, NUM_SUMS).sum(0)
+        self._sum_K[: len(signed_N) - num_whole] += signed_N[num_whole:]
+
+    def take(self) -> Tensor:
+        """Return (K,) sums of the gradients since the last call."""
+        taken_K, self._sum_K = self._sum_K, torch.zeros_like(self._sum_K)
+        return taken_K
+
+
+class Rho:
+    """The estimate, the same on all ranks.
+
+    num_steps  steps that it knows
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        # |mean gradient|^2 over the mean of |gradient|^2.
+        self._square = 1.0
+        self.num_steps = 0
+
+    @property
+    def value(self) -> float:
+        """Return rho: at least what gradients would have that are noise alone, at most 1."""
+        return min(max(self._square, 1 / self._world_size), 1.0) ** 0.5 if self.num_steps else 1.0
+
+    @staticmethod
+    def message(folds_SK: Tensor) -> Tensor:
+        """Return (S * K + S,) numbers in float64, on the host, of which `add` takes the means over ranks."""
+        folds_SK = folds_SK.to("cpu", torch.float64)
+        return torch.cat([folds_SK.flatten(), folds_SK.square().sum(1)])
+
+    def add(self, means: Tensor) -> None:
+        """Add S steps. An average of ratios: one of squares would follow the steps with the largest gradients."""
+        num_steps = len(means) // (NUM_SUMS + 1)
+        means_SK, squares_S = means[:-num_steps].view(num_steps, NUM_SUMS), means[-num_steps:]
+        for ratio in (means_SK.square().sum(1) / squares_S).tolist():
+            # Steps without gradients, or with NaN, say nothing.
+            if 0 <= ratio < float("inf"):
+                self._square = KEPT * self._square + (1 - KEPT) * ratio if self.num_steps else ratio
+                self.num_steps += 1
+
+    def state(self) -> list[float]:
+        """Return what `load` takes."""
+        return [self._square, float(self.num_steps)]
+
+    def load(self, state: list[float]) -> None:
+        self._square, self.num_steps = state[0], int(state[1])

@@ -1,0 +1,304 @@
+"""Rounds: the ranks of a DDP model train alone for some steps, then average what these have changed.
+
+Local SGD (McMahan et al. 2017; Stich 2019), with what keeps an optimizer on the way that it would go with mean
+gradients: `rho`, and first moments that follow the average (`local_optimizers`). docs/period.md explains both.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+
+from cgx_ray.codecs.codec import is_finite
+from cgx_ray.engine.engine import Engine
+from cgx_ray.engine.layers import averaged_parameters
+from cgx_ray.engine.loss_scale import Scales
+from cgx_ray.engine.period.local_optimizers import LocalOptimizers
+from cgx_ray.engine.period.rho import NUM_SUMS, Fold, Rho
+from cgx_ray.engine.step import Content, PendingBucket
+from cgx_ray.engine.weight_check import WeightCheck
+from cgx_ray.errors import CGXError, ConfigError, StateError
+from cgx_ray.torch_compat import allows_uneven_inputs
+
+# Steps at the start of a training in which gradients are exchanged, whatever the plan: they change fast, and parameters
+# that drift apart then never make it up (docs/log/2026-11-26.md, entries 91 and 92).
+FIRST_STEPS = 40
+# Steps with an exchange whose folds tell rho before ranks train alone.
+RHO_STEPS = 10
+
+
+# State of one whose gradients are exchanged, and have not told rho yet.
+NO_ROUND: Mapping[str, Any] = {"rho": [1.0, 0.0], "anchor": {}, "folds": [], "rates": {}}
+
+
+class Rounds:
+    """Follows the period of the plan in force, between `DdpBuckets` and its engine.
+
+    is_alone  True in a step whose gradients stay on their rank
+    """
+
+    def __init__(self, model: DistributedDataParallel, engine: Engine, weights: WeightCheck) -> None:
+        """`weights`: compares those that all ranks have in common."""
+        # DDP's C++ part holds this object, out of the garbage collector's sight.
+        self._model = weakref.ref(model)
+        self._engine = engine
+        self._weights = weights
+        self._layers = {layer.name: layer for layer in engine.layers}
+        named = averaged_parameters(model)
+        self._parameters = {name: named[name] for name in self._layers}
+        self._world_size = engine.plan.world_size
+        self._rho = Rho(self._world_size)
+        # Made when the plan first has a period.
+        self._fold: Fold | None = None
+        self._optimizers: LocalOptimizers | None = None
+        # Parameters after the last round, the same on all ranks; empty while gradients are exchanged.
+        self._anchor: dict[str, Tensor] = {}
+        # Folds of the steps that have no round yet.
+        self._folds: list[Tensor] = []
+        # Means of folds that come back with the gradients of the step before.
+        self._shared: Tensor | None = None
+        # Not sent by codecs before: each rank adds its own to its first gradients.
+        self._residuals: dict[str, Tensor] = {}
+        self._broadcasts_buffers = False
+        self._forward_hook: torch.utils.hooks.RemovableHandle | None = None
+        self.is_alone = False
+        engine.rounds = self
+
+    def begin_step(self) -> None:
+        """Set `is_alone` before a step's first gradient. All ranks come to the same."""
+        self._take_shared()
+        if self._engine.plan.period == 1:
+            self._leave()
+            return
+        model = self._model()
+        if model is not None and allows_uneven_inputs(model):
+            raise ConfigError(
+                f"the plan has period {self._engine.plan.period}, and ranks inside join() may have fewer steps than "
+                "others; give period 1, or all ranks as many batches (drop_last)"
+            )
+        if self._fold is None:
+            numels = {name: parameter.numel() for name, parameter in self._parameters.items()}
+            self._fold = Fold(numels, self._engine.device)
+        is_ready = self._engine.step >= FIRST_STEPS and self._rho.num_steps >= RHO_STEPS
+        if is_ready and not self._anchor:
+            self._enter()
+        self.is_alone = bool(self._anchor)
+
+    def take(self, gradients: Mapping[str, Tensor], scales: Scales) -> None:
+        """Take this rank's gradients, which no one has changed yet. If it trains alone, correct them for that.
+
+        scales  as `LossScale.now`
+        """
+        if self._fold is None:
+            return
+        for name, gradient in gradients.items():
+            self._fold.add(name, gradient)
+        if not self.is_alone:
+            return
+        if scales is None or len(scales):
+            raise ConfigError(
+                "a GradScaler scales the losses of a rank that trains alone, and it would skip steps that other ranks "
+                f"take; train in bfloat16, or give period 1 (the plan has {self._engine.plan.period})"
+            )
+        for name, gradient in gradients.items():
+            if name in self._residuals:
+                gradient.add_(self._residuals.pop(name).view_as(gradient))
+            gradient.mul_(self._rho.value)
+
+    def end_step(self) -> Tensor | None:
+        """End a step at its last gradients. Return numbers to share with an exchange of gradients, or None."""
+        if self._fold is None or self._engine.plan.period == 1:
+            return None
+        self._folds.append(self._fold.take())
+        if self._optimizers is None:
+            self._shared = Rho.message(torch.stack(self._folds))
+            self._folds = []
+            return self._shared
+        self._optimizers.note_gradients()
+        self._engine.count_step()
+        return None
+
+    def end_round(self) -> None:
+        """End the round under way, if there is one: average what has changed. Call it on all ranks, between steps."""
+        if self._folds and self._anchor:
+            self._average()
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        self._leave()
+
+    def _take_shared(self) -> None:
+        """Learn rho from the step before, whose gradients are back."""
+        if self._shared is not None:
+            self._rho.add(self._shared)
+            self._shared = None
+
+    @property
+    def reads_buckets(self) -> bool:
+        """True if gradients must stay as they are until `take` gets them, by bucket."""
+        return self._fold is not None
+
+    @property
+    def _is_due(self) -> bool:
+        return len(self._folds) >= self._engine.plan.period
+
+    def _enter(self) -> None:
+        """Begin to train alone."""
+        self._anchor = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        self._residuals = self._engine.take_residuals()
+        self._optimizers = LocalOptimizers(self._parameters, self._on_optimizer)
+        self._optimizers.rho = self._rho.value
+        self._folds = []
+        model = self._model()
+        if model is not None:
+            # Each rank keeps its own until the round's end, else each forward pass would wait for rank 0.
+            self._broadcasts_buffers, model.broadcast_buffers = model.broadcast_buffers, False
+            # Dynamo, which a compiled model would have look into it, cannot.
+            untraced = torch.compiler.disable(self._before_forward)
+            self._forward_hook = model.register_forward_pre_hook(untraced)
+
+    def _leave(self) -> None:
+        """Begin to exchange gradients."""
+        self.is_alone = False
+        if self._optimizers is not None:
+            self._optimizers.close()
+            self._optimizers = None
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
+            self._forward_hook = None
+        if self._anchor and (model := self._model()) is not None:
+            model.broadcast_buffers = self._broadcasts_buffers
+        self._fold, self._anchor, self._folds = None, {}, []
+
+    def _on_optimizer(self) -> None:
+        assert self._optimizers is not None
+        if self._is_due and self._optimizers.have_all_stepped:
+            self._average()
+
+    def _before_forward(self, model: nn.Module, given: object) -> None:
+        # Where optimizers take turns, or skip a step.
+        if self._is_due and torch.is_grad_enabled():
+            self._average()
+
+    def _average(self) -> None:
+        """Exchange what has changed since the last round, and apply the mean change.
+
+        Raises CGXError on all ranks if the parameters of a rank are not finite. They stay as they are then.
+        """
+        engine, steps = self._engine, range(self._engine.step - len(self._folds), self._engine.step)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            changes = self._changes()
+            is_sound = all(map(is_finite, changes.values()))
+            if not is_sound:
+                # What is lost here would spread.
+                for change in changes.values():
+                    change.zero_()
+            bad_R = torch.zeros(self._world_size, dtype=torch.float64, device="cpu")
+            bad_R[dist.get_rank()] = not is_sound
+            numbers = [bad_R, Rho.message(torch.stack(self._folds)), *self._statistics()]
+            pending = PendingBucket(
+                gradients=changes,
+                buffer=next(iter(changes.values())),
+                future=engine.streams.future(),
+                computed=engine.streams.mark(),
+                weights=self._weights.hash_at(steps[-1], steps[0], self._anchor),
+                content=Content.CHANGES,
+                steps=steps,
+                shared=torch.cat([one.to("cpu", torch.float64).flatten() for one in numbers]),
+            )
+            engine.submit(pending)
+            pending.future.wait()
+            assert pending.shared is not None
+            bad_R, means, *statistics = pending.shared.split([one.numel() for one in numbers])
+            if bad := torch.nonzero(bad_R).flatten().tolist():
+                raise CGXError(
+                    f"step {steps[-1]}: rank {bad[0]} has NaN or Inf in its parameters, or in what {len(steps)} steps "
+                    "have changed in them; the parameters of no rank were averaged: start from a checkpoint, with a "
+                    "smaller learning rate or a shorter period"
+                )
+            self._apply(changes)
+            for own, mean in zip(self._statistics(), statistics, strict=True):
+                own.copy_(mean.view_as(own))
+        self._folds = []
+        self._rho.add(means)
+        if engine.plan.period == 1:
+            self._leave()
+        elif self._optimizers is not None:
+            self._optimizers.rho = self._rho.value
+            self._optimizers.begin_round()
+
+    def _changes(self) -> dict[str, Tensor]:
+        """Return what has changed, by layer, side by side in the order of the plan, in float32 at least."""
+        names = [name for group in self._engine.plan.groups for name in group.layers]
+        changes = {}
+        for dtype in {_wide(self._parameters[name]) for name in names}:
+            own = [name for name in names if _wide(self._parameters[name]) == dtype]
+            numels = [self._layers[name].numel for name in own]
+            flat_N = torch.empty(sum(numels), dtype=dtype, device=self._engine.device)
+            for name, change in zip(own, flat_N.split(numels), strict=True):
+                parameter = self._parameters[name]
+                changes[name] = change.view(parameter.shape).copy_(parameter).sub_(self._anchor[name])
+        return changes
+
+    def _apply(self, means: Mapping[str, Tensor]) -> None:
+        """Give the parameters the mean change in place of their own."""
+        for name, mean in means.items():
+            parameter, anchor = self._parameters[name], self._anchor[name]
+            common = anchor.to(mean.dtype).add_(mean) if anchor.dtype != mean.dtype else anchor.add(mean)
+            if self._optimizers is not None:
+                self._optimizers.follow(parameter, common - parameter)
+            parameter.copy_(common)
+            anchor.copy_(parameter)
+
+    def _statistics(self) -> Iterator[Tensor]:
+        """Return the running means and variances of norms."""
+        model = self._model()
+        for module in model.modules() if model is not None else ():
+            if isinstance(module, _NormBase) and module.track_running_stats:
+                yield from (one for one in (module.running_mean, module.running_var) if one is not None)
+
+    def state(self) -> dict[str, Any]:
+        """Return the round under way and rho, for a checkpoint. At a round's end there are no tensors in it."""
+        self._take_shared()
+        state: dict[str, Any] = {**NO_ROUND, "rho": self._rho.state()}
+        if self._folds and self._optimizers is not None:
+            state["anchor"] = {name: anchor.to("cpu", copy=True) for name, anchor in self._anchor.items()}
+            state["folds"] = torch.stack(self._folds).tolist()
+            state["rates"] = self._optimizers.rates(self._parameters)
+        return state
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint. Call it when the parameters have been loaded.
+
+        Raises StateError if the round is one of another model. Nothing has changed then.
+        """
+        anchor = {n: torch.as_tensor(value) for n, value in state["anchor"].items()}
+        numels = {name: value.numel() for name, value in anchor.items()}
+        if anchor and numels != {name: layer.numel for name, layer in self._layers.items()}:
+            raise StateError("the state has a round of another model; start from a checkpoint of this one")
+        if not all(math.isfinite(number) for number in state["rho"]):
+            raise StateError(f"the state has rho {state['rho']}, which is not finite; start from another checkpoint")
+        self._leave()
+        self._rho.load(state["rho"])
+        if anchor:
+            self._enter()
+            assert self._optimizers is not None
+            self._fold = Fold({name: one.numel() for name, one in self._parameters.items()}, self._engine.device)
+            for name, value in anchor.items():
+                self._anchor[name].copy_(value.view_as(self._anchor[name]))
+            device = self._engine.device
+            self._folds = [torch.tensor(fold, device=device).view(NUM_SUMS) for fold in state["folds"]]
+            self._optimizers.load_rates(state["rates"], self._parameters)
+
+
+def _wide(parameter: Tensor) -> torch.dtype:
+    """Return the type in which changes of `parameter` are averaged."""
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32

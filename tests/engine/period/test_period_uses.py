@@ -1,0 +1,249 @@
+"""What a training may do while its ranks train alone, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.branches import Branches, batch
+from support.ranks import run_cases, run_ranks
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import cgx_ray
+from cgx_ray.engine.period.rounds import FIRST_STEPS
+from cgx_ray.errors import CGXError, ConfigError
+
+PERIOD = 4
+
+
+class _Training:
+    """A model of `Branches`, attached with a period, and its data."""
+
+    def __init__(self, rank: int, *, period: int = PERIOD, **ddp: Any) -> None:
+        torch.manual_seed(0)
+        self.rank = rank
+        self.model = DistributedDataParallel(Branches(), **ddp)
+        self.attachment = cgx_ray.attach(self.model, codec="none", scheme="sra", period=period)
+
+    def backward(self, step: int) -> Tensor:
+        loss: Tensor = self.model(batch(self.rank, step)).square().mean()
+        loss.backward()
+        return loss
+
+    def flat(self) -> list[float]:
+        return torch.cat([one.detach().flatten() for one in self.model.parameters()]).tolist()
+
+
+def _alike(training: _Training) -> bool:
+    """Return True if the ranks have the same parameters. A collective call."""
+    mine = torch.tensor(training.flat())
+    least, most = mine.clone(), mine.clone()
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return torch.equal(least, most)
+
+
+def _steps(training: _Training, step: Callable[[int], object], num_steps: int = FIRST_STEPS + 2 * PERIOD) -> list[int]:
+    """Return the steps after which ranks are not alike."""
+    apart = []
+    for number in range(num_steps):
+        step(number)
+        if not _alike(training):
+            apart.append(number)
+    training.attachment.close()
+    return apart
+
+
+def _plain(rank: int, make: Callable[..., torch.optim.Optimizer], **ddp: Any) -> list[int]:
+    training = _Training(rank, **ddp)
+    optimizer = make(training.model.parameters())
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        training.backward(number)
+        optimizer.step()
+
+    return _steps(training, step)
+
+
+def _two_optimizers(rank: int) -> list[int]:
+    """One of them is made during the training, and steps in every other step only."""
+    training = _Training(rank)
+    *most, last = training.model.parameters()
+    first = torch.optim.Adam(most, lr=0.01)
+    second: list[torch.optim.Optimizer] = []
+
+    def step(number: int) -> None:
+        training.model.zero_grad()
+        training.backward(number)
+        first.step()
+        if number == 5:
+            second.append(torch.optim.SGD([last], lr=0.01))
+        if second and number % 2 == 0:
+            second[0].step()
+
+    # Where the second one does not step at a round's end, the round ends in the next forward pass.
+    return _steps(training, step)
+
+
+def _accumulated(rank: int) -> list[int]:
+    training = _Training(rank)
+    optimizer = torch.optim.SGD(training.model.parameters(), lr=0.01, momentum=0.9)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        with training.model.no_sync():
+            training.backward(2 * number)
+        training.backward(2 * number + 1)
+        optimizer.step()
+
+    return _steps(training, step)
+
+
+ALONE = [
+    number for number in range(FIRST_STEPS, FIRST_STEPS + 2 * PERIOD) if (number - FIRST_STEPS) % PERIOD != PERIOD - 1
+]
+USES: dict[str, Callable[[int], list[int]]] = {
+    "fused": partial(_plain, make=partial(torch.optim.AdamW, lr=0.01, fused=True)),
+    "foreach, amsgrad": partial(_plain, make=partial(torch.optim.Adam, lr=0.01, foreach=True, amsgrad=True)),
+    "tensor as rate": partial(_plain, make=partial(torch.optim.Adam, lr=torch.tensor(0.01))),
+    "maximize": partial(_plain, make=partial(torch.optim.SGD, lr=1e-4, momentum=0.9, maximize=True)),
+    "unknown": partial(_plain, make=partial(torch.optim.RMSprop, lr=0.001)),
+    "views": partial(_plain, make=partial(torch.optim.SGD, lr=0.01), gradient_as_bucket_view=True),
+    "small buckets": partial(_plain, make=partial(torch.optim.SGD, lr=0.01), bucket_cap_mb=0.0001),
+    "unused": partial(_plain, make=partial(torch.optim.SGD, lr=0.01), find_unused_parameters=True),
+    "static graph": partial(_plain, make=partial(torch.optim.SGD, lr=0.01), static_graph=True),
+    "accumulated": _accumulated,
+}
+
+
+def test_rounds_end_with_the_optimizers_step_however_a_model_is_trained() -> None:
+    for name, results in zip(USES, run_cases(2, list(USES.values())), strict=True):
+        assert results == [ALONE, ALONE], name
+
+
+def test_optimizers_that_take_turns_end_rounds_in_the_next_forward_pass() -> None:
+    found, other = run_ranks(2, _two_optimizers)
+    assert found == other
+    assert set(found) <= set(range(FIRST_STEPS, FIRST_STEPS + 2 * PERIOD))
+    assert set(ALONE) <= set(found)
+
+
+def _ended(rank: int) -> list[bool]:
+    training = _Training(rank, period=100)
+    optimizer = torch.optim.SGD(training.model.parameters(), lr=0.01)
+    found = []
+    for number in range(FIRST_STEPS + 3):
+        optimizer.zero_grad()
+        training.backward(number)
+        optimizer.step()
+    for _ in range(2):
+        found.append(_alike(training))
+        training.attachment.end_round()
+        found.append(_alike(training))
+    training.attachment.close()
+    return found
+
+
+def test_a_round_can_be_ended_by_hand() -> None:
+    assert run_ranks(2, _ended) == [[False, True, True, True]] * 2
+
+
+def _sampled(rank: int) -> tuple[Any, Any]:
+    training = _Training(rank)
+    optimizer = torch.optim.SGD(training.model.parameters(), lr=0.01)
+    samples = []
+    for number in range(FIRST_STEPS + PERIOD):
+        optimizer.zero_grad()
+        training.backward(number)
+        optimizer.step()
+        if number in (FIRST_STEPS - 1, FIRST_STEPS + PERIOD - 1):
+            samples.append(training.attachment.last_step)
+    training.attachment.close()
+    return samples[0], samples[1]
+
+
+def test_a_sample_of_a_round_is_its_mean_step() -> None:
+    for before, alone in run_ranks(2, _sampled):
+        assert (before.num_steps, alone.num_steps) == (1, PERIOD)
+        assert alone.step == FIRST_STEPS + PERIOD - 1
+        assert alone.wire_bytes == round(before.wire_bytes / PERIOD)
+        assert sum(one.sent_bytes for one in alone.transfers) == before.wire_bytes
+        assert alone.dense_bytes == before.dense_bytes
+
+
+def _broken(rank: int) -> tuple[str, bool]:
+    training = _Training(rank)
+    optimizer = torch.optim.SGD(training.model.parameters(), lr=0.01)
+    for number in range(FIRST_STEPS + PERIOD):
+        optimizer.zero_grad()
+        training.backward(number)
+        last = next(iter(training.model.parameters()))
+        if rank == 1 and number == FIRST_STEPS + 1:
+            last.grad = torch.full_like(last, float("nan"))
+        if number == FIRST_STEPS + PERIOD - 1:
+            with pytest.raises(CGXError) as raised:
+                optimizer.step()
+        else:
+            optimizer.step()
+    is_finite = torch.tensor(training.flat()).isfinite().all().item()
+    training.attachment.close()
+    return str(raised.value), bool(is_finite)
+
+
+def test_nan_on_one_rank_is_named_on_all_and_spreads_to_none() -> None:
+    (first, is_first_sound), (second, is_second_sound) = run_ranks(2, _broken)
+    assert first == second
+    assert "rank 1 has NaN or Inf in its parameters" in first
+    assert (is_first_sound, is_second_sound) == (True, False)
+
+
+def _refused(rank: int, what: str) -> str:
+    if what in ("0", "2000", "2.5", "True"):
+        with pytest.raises(ConfigError) as refused:
+            _Training(rank, period=eval(what))
+        return str(refused.value)
+    training = _Training(rank)
+    optimizer = torch.optim.SGD(training.model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    message = ""
+    for number in range(FIRST_STEPS + 1):
+        optimizer.zero_grad()
+        try:
+            if what == "join" and number == FIRST_STEPS:
+                with training.model.join():
+                    training.backward(number)
+            elif what == "scaler":
+                loss = training.model(batch(rank, number)).square().mean()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                training.backward(number)
+                optimizer.step()
+        except (ConfigError, RuntimeError) as error:
+            message = str(error)
+            break
+    training.attachment.close()
+    return message
+
+
+@pytest.mark.parametrize(
+    ("what", "hint"),
+    [
+        ("0", "period 0 is not allowed; give whole steps, from 1 to 1024"),
+        ("2000", "period 2000 is not allowed"),
+        ("2.5", "period 2.5 is not allowed"),
+        ("True", "period True is not allowed"),
+        ("scaler", "train in bfloat16, or give period 1 (the plan has 4)"),
+        ("join", "give period 1, or all ranks as many batches"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_remedy(what: str, hint: str) -> None:
+    for message in run_ranks(2, _refused, what):
+        assert hint in message

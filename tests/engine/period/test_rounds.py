@@ -1,0 +1,197 @@
+"""Ranks that train alone between rounds, on real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_cases, run_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import cgx_ray
+from cgx_ray.engine.period.rounds import FIRST_STEPS
+
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training of `num_steps` steps; optimizers by name, see `_OPTIMIZERS`."""
+
+    codec: str = "none"
+    scheme: str | None = None
+    period: int = 4
+    optimizer: str = "sgd"
+    num_steps: int = FIRST_STEPS + 12
+    dtype: torch.dtype = torch.float32
+
+
+_OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": partial(torch.optim.SGD, lr=0.05),
+    "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
+}
+
+
+def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 64), nn.Tanh(), nn.BatchNorm1d(64), nn.Linear(64, 40), nn.Linear(40, 1)).to(
+        dtype
+    )
+
+
+def _batch(rank: int, step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x_BI = torch.randn(16, 24, generator=generator)
+    return x_BI.to(dtype), x_BI[:, :3].sum(1, keepdim=True).to(dtype)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int, dtype: torch.dtype) -> float:
+    x_BI, y_B1 = _batch(rank, step, dtype)
+    optimizer.zero_grad()
+    loss = (model(x_BI) - y_B1).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def _flat(model: nn.Module) -> list[float]:
+    return torch.cat([one.detach().double().flatten() for one in model.parameters()]).tolist()
+
+
+def _train(rank: int, case: Case) -> tuple[list[list[float]], list[float]]:
+    """Return the parameters after each step, and the learning rates that the user sees."""
+    model = DistributedDataParallel(_model(case.dtype))
+    attachment = cgx_ray.attach(model, codec=case.codec, scheme=case.scheme, period=case.period)
+    optimizer = _OPTIMIZERS[case.optimizer](model.parameters())
+    parameters, rates = [], []
+    for step in range(case.num_steps):
+        _step(model, optimizer, rank, step, case.dtype)
+        parameters.append(_flat(model))
+        rates.append(optimizer.param_groups[0]["lr"])
+    attachment.close()
+    return parameters, rates
+
+
+CASES = [
+    Case(),
+    Case(optimizer="momentum"),
+    Case(optimizer="adamw", codec="qsgd:bits=4", scheme="sra"),
+    Case(codec="topk:density=0.1", scheme="allgather"),
+    Case(codec="topk:density=0.1", scheme="artopk_ring"),
+    Case(optimizer="adamw", dtype=torch.bfloat16),
+    Case(dtype=torch.float64),
+    Case(period=1, optimizer="adamw"),
+]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_are_alike_after_each_round_and_only_then(num_ranks: int) -> None:
+    for case, results in zip(CASES, run_cases(num_ranks, [partial(_train, case=case) for case in CASES]), strict=True):
+        for result in results:
+            assert not isinstance(result, Exception), (case, result)
+        by_step = zip(*(parameters for parameters, _ in results), strict=True)
+        alike = [step for step, of_ranks in enumerate(by_step) if all(one == of_ranks[0] for one in of_ranks)]
+        rounds = range(FIRST_STEPS + case.period - 1, case.num_steps, case.period)
+        assert alike == [*range(FIRST_STEPS), *rounds], case
+        assert len({rate for _, rates in results for rate in rates}) == 1
+
+
+def _expected(num_ranks: int, num_alone: int) -> Tensor:
+    """Return parameters in float64: SGD with the ranks' mean gradients, then alone, then their mean."""
+    models = [_model(torch.float64) for _ in range(num_ranks)]
+    for step in range(FIRST_STEPS + num_alone):
+        gradients = []
+        for rank, model in enumerate(models):
+            x_BI, y_B1 = _batch(rank, step, torch.float64)
+            loss = (model(x_BI) - y_B1).square().mean()
+            gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+        means = [torch.stack(same).mean(0) for same in zip(*gradients, strict=True)]
+        for model, own in zip(models, gradients, strict=True):
+            for parameter, gradient in zip(model.parameters(), means if step < FIRST_STEPS else own, strict=True):
+                parameter.data -= 0.05 * gradient
+    return torch.tensor([_flat(model) for model in models], dtype=torch.float64).mean(0)
+
+
+SCHEMES = ("dense", "sra", "allgather", "ring", "tree", "broadcast")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_a_round_gives_the_mean_of_what_ranks_make_alone(num_ranks: int) -> None:
+    cases = [Case(scheme=scheme, period=3, num_steps=FIRST_STEPS + 3) for scheme in SCHEMES]
+    expected_N = _expected(num_ranks, 3)
+    for case, results in zip(cases, run_cases(num_ranks, [partial(_train, case=c) for c in cases]), strict=True):
+        assert not isinstance(results[0], Exception), (case, results[0])
+        found_N = torch.tensor(results[0][0][-1], dtype=torch.float64)
+        torch.testing.assert_close(found_N, expected_N, rtol=0, atol=2e-5)
+
+
+def _resumed(rank: int, states: list[tuple[Any, Any, Any]] | None, steps: range, period: int) -> tuple[Any, ...]:
+    """Train from a checkpoint of this rank, or from the start. Return the next checkpoint and the parameters."""
+    model = DistributedDataParallel(_model())
+    attachment = cgx_ray.attach(model, codec="topk:density=0.2", scheme="allgather", period=period)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if states is not None:
+        weights, moments, state = states[rank]
+        model.module.load_state_dict(weights)
+        optimizer.load_state_dict(moments)
+        attachment.load_state_dict(state)
+    for step in steps:
+        _step(model, optimizer, rank, step, torch.float32)
+    state = (model.module.state_dict(), optimizer.state_dict(), attachment.state_dict())
+    attachment.close()
+    return state, _flat(model)
+
+
+@pytest.mark.parametrize("stop", [FIRST_STEPS - 3, FIRST_STEPS + 2, FIRST_STEPS + 4], ids=["before", "within", "after"])
+def test_a_checkpoint_within_a_round_goes_on_bit_for_bit(stop: int) -> None:
+    end = FIRST_STEPS + 9
+    whole = run_ranks(2, _resumed, None, range(end), 4)
+    first = run_ranks(2, _resumed, None, range(stop), 4)
+    rest = run_ranks(2, _resumed, [state for state, _ in first], range(stop, end), 4)
+    assert [parameters for _, parameters in rest] == [parameters for _, parameters in whole]
+    # Within a round, ranks hold other parameters: nothing was averaged to save them.
+    assert (whole[0][1] == whole[1][1]) == ((end - FIRST_STEPS) % 4 == 0)
+
+
+def _switched(rank: int) -> tuple[list[list[float]], list[int], int]:
+    """Hold plans of several periods. Return parameters and plan versions by step, and how many residuals are left."""
+    model = DistributedDataParallel(nn.Linear(2000, 1, bias=False))
+    with torch.no_grad():
+        model.module.weight.zero_()
+    layers = cgx_ray.layers_of(model)
+    attachment = cgx_ray.attach(model, codec="topk:density=0.1", scheme="allgather")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x_1N = torch.randn(1, 2000, generator=torch.Generator().manual_seed(rank))
+    plans = {45: ("topk:density=0.1", 4), 70: ("none", 1), 80: ("topk:density=0.05", 8), 110: ("none", 1)}
+    parameters, versions = [], []
+    for step in range(140):
+        if step in plans:
+            codec, period = plans[step]
+            version = 1 + list(plans).index(step)
+            attachment.hold(cgx_ray.make_plan(layers, version=version, world_size=2, codec=codec, period=period))
+        optimizer.zero_grad()
+        model(x_1N).sum().backward()
+        optimizer.step()
+        parameters.append(_flat(model))
+        assert attachment.plan is not None
+        versions.append(attachment.plan.version)
+    state = attachment.state_dict()
+    attachment.close()
+    return parameters, versions, len(state["residuals"]) + len(state["changes"]["residuals"])
+
+
+def test_nothing_is_lost_when_the_period_changes() -> None:
+    (first, versions, num_left), (second, others, _) = run_ranks(2, _switched)
+    assert versions == others
+    assert sorted(set(versions)) == [0, 1, 2, 3, 4]
+    assert first[-1] == second[-1]
+    assert num_left == 0
+    x_RN = torch.stack([torch.randn(2000, generator=torch.Generator().manual_seed(rank)) for rank in range(2)])
+    # Each step's gradient is the same, so it must have come through 140 times, whatever the plan was.
+    torch.testing.assert_close(torch.tensor(first[-1]).float(), -0.5 * 140 * x_RN.mean(0), rtol=1e-4, atol=1e-3)
