@@ -58,7 +58,6 @@ class Submitted:
         self.early: list[EarlyGradient] = []
         self.buckets: list[PendingBucket] = []
 
-
     def submit(self, arrived: EarlyGradient | PendingBucket) -> None:
         if isinstance(arrived, PendingBucket):
             self.buckets.append(arrived)
