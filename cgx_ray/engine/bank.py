@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from cgx_ray.collectives import Transport
 from cgx_ray.engine.group import Group
 from cgx_ray.engine.layers import LOSSY_FLOAT64, lossy_layers
 from cgx_ray.engine.step import Content, PauseWatch
+from cgx_ray.engine.unused import StepResult
 from cgx_ray.errors import listed
 from cgx_ray.plan import DENSE, Layer, Plan
 
@@ -78,13 +79,34 @@ class Bank:
 class Banks:
     """One bank for each content, so memory of gradients is never added to changes of parameters.
 
-    last  the one that the step under way uses, or the last step
+    last    the one that the step under way uses, or the last step
+    result  of the last step, until its memory is settled
     """
 
-    def __init__(self, layers: Mapping[str, Layer], transport: Transport, device: torch.device) -> None:
-        """`device`: where the gradients are."""
+    def __init__(
+        self,
+        layers: Mapping[str, Layer],
+        transport: Transport,
+        device: torch.device,
+        judged_together: Callable[[], Iterable[frozenset[str]]],
+    ) -> None:
+        """Arguments are those of the engine."""
+        self._layers = layers
+        self._judged_together = judged_together
+        self.result: StepResult | None = None
         self.gradients, self.changes = (Bank(content, layers, transport, device) for content in Content)
         self.last = self.gradients
+
+    def settle(self) -> None:
+        """Make the memory of the last step valid, except of layers whose averages have changed no weight.
+
+        Not before the next step: until then it is not known which layers an optimizer has judged together.
+        """
+        result, self.result = self.result, None
+        if result is not None:
+            not_applied = result.not_applied(self._layers, self._judged_together())
+            for group in self.last.groups:
+                group.settle(not_applied)
 
     def state(self) -> dict[str, Any]:
         """Return all memory for a checkpoint, see `Engine.state`."""
@@ -95,6 +117,7 @@ class Banks:
         self, gradients: Mapping[str, Mapping[str, Tensor]], scale: float, changes: Mapping[str, Mapping[str, Tensor]]
     ) -> None:
         """Replace all memory by copies. `scale`: loss scale of `gradients`."""
+        self.result = None
         for bank in (self.gradients, self.changes):
             bank.clear()
         self.gradients.memories.load(gradients, scale)

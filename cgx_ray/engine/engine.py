@@ -29,7 +29,6 @@ from cgx_ray.engine.step_sample import Span, sample_of_step, spans_of_step
 from cgx_ray.engine.step_trace import StepTrace
 from cgx_ray.engine.telemetry import ObservedTraining, Telemetry
 from cgx_ray.engine.thread import CLOSE_S, Inbox, WorkThread, follow_num_threads, noting_more, overdue_at_close
-from cgx_ray.engine.unused import StepResult
 from cgx_ray.errors import CGXError, ConfigError, PlanError, ReplicaError
 from cgx_ray.monitors.sample import InsideLink, StepSample
 from cgx_ray.plan import DENSE, CodecSpec, Layer, Plan
@@ -89,10 +88,7 @@ class Engine:
         self.streams = streams_of(device)
         self._gains = GainSchedule(candidates, layers, by_layer)
         self.agreement = Agreement(transport)
-        self._banks = Banks(self._layers, transport, device)
-        # Of the last step, until its memory is settled.
-        self._result: StepResult | None = None
-        self._judged_together = judged_together
+        self._banks = Banks(self._layers, transport, device, judged_together)
         self._lock = threading.Lock()
         self._held: dict[int, Plan] = {}
         self.telemetry = Telemetry(transport.rank)
@@ -214,7 +210,7 @@ class Engine:
         with self._ending:
             if self._failure is not None:
                 raise self._failure
-            self._settle()
+            self._banks.settle()
             return {"step": self.step, **self._banks.state()}
 
     def load_state(
@@ -237,7 +233,6 @@ class Engine:
         check_memories(changes, self._layers)
         self._wait_for_measurements()
         self.step = step
-        self._result = None
         self._gains.start(step)
         # The thread could not write to memory that is made in inference mode.
         with torch.inference_mode(mode=False):
@@ -257,7 +252,7 @@ class Engine:
     def take_residuals(self) -> dict[str, Tensor]:
         """Return what codecs have left of this rank's gradients, by layer, and forget it. Call between steps."""
         with self._ending:
-            self._settle()
+            self._banks.settle()
             return self._banks.take_residuals()
 
     def _wait_for_measurements(self) -> None:
@@ -329,7 +324,7 @@ class Engine:
     def _begin(self, first: Arrived) -> StepRun:
         """Start a step: enter a plan if all ranks hold it."""
         follow_num_threads(self._num_threads)
-        self._settle()
+        self._banks.settle()
         version, affordable_from = self.agreement.settle() or (self.plan.version, 0)
         if version > self.plan.version:
             with self._lock:
@@ -399,21 +394,10 @@ class Engine:
             weights=weights,
         )
 
-    def _settle(self) -> None:
-        """Make the memory of the last step valid, except of layers whose averages have changed no weight.
-
-        Not before the next step: until then it is not known which layers an optimizer has judged together.
-        """
-        result, self._result = self._result, None
-        if result is not None:
-            not_applied = result.not_applied(self._layers, self._judged_together())
-            for group in self._banks.last.groups:
-                group.settle(not_applied)
-
     def _end(self, step: StepRun) -> None:
         """Give the last buckets back, then measure the step: training goes on meanwhile."""
         with self._ending:
-            self._result = step.conclude()
+            self._banks.result = step.conclude()
             with self.telemetry.optional("times of arrival", step.number):
                 step.note_arrivals()
             began_s = self._clock.began_s

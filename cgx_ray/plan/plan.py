@@ -281,13 +281,11 @@ def make_plan(
                intra, by pattern of layer names as in a shell (`"*embedding*"`). The first pattern that matches counts,
                for small layers too. Only neighbours share a group, so each run of such layers ends the group before it.
                Small layers that shall be dense go with the other small layers.
-    bits       by layer name, replacing those of `codec`; `planner.bits` finds them. A change of bits ends a group.
-               Small layers and overrides ignore them.
-    uniform    for comparison: one group per dtype that includes small layers, whatever `group_bytes` is. QNCL
-               compresses the whole model as one buffer like this (CGX, section 6). Nothing is sent before backward
-               ends, and norms and biases share quantization buckets with their neighbours.
-    device     "cpu": the host encodes what a GPU has computed (offload), all but plain dense, see `Option`
-    period     steps between two exchanges, see `Plan`
+    bits       by layer name, replacing those of `codec`; `planner.bits` finds them. A change of bits ends a group
+    uniform    for comparison: one group per dtype, also of small layers, as QNCL compresses a model (CGX, section 6).
+               Nothing is sent before backward ends, and norms and biases share quantization buckets with others
+    device, period
+               see `Option` and `Plan`
 
     Raises ConfigError if a scheme cannot carry a codec, PlanError if a pattern or `bits` names no layer.
     """

@@ -81,10 +81,9 @@ def attach(
     NaN; or a GradScaler is updated although no loss that its `scale()` returned went through backward.
 
     An error that one rank meets is raised on all ranks, before training starts, and nothing of the attachment is left,
-    except that DDP keeps the hook if the error comes late, such as StateError. Build DDP again to attach again then:
-    ConfigError, PlanError, TransportError if ranks cannot connect, StateError if a rank cannot restore its state from
-    Ray Train's checkpoint, LimitError if a rank may open no more files or start no more threads, CGXError for what no
-    one expected.
+    except that DDP keeps the hook if the error comes late (build DDP again then): ConfigError, PlanError,
+    TransportError if ranks cannot connect, StateError if a rank cannot restore its state from Ray Train's checkpoint,
+    LimitError if a rank may open no more files or start no more threads, CGXError for what no one expected.
     """
     others = {
         "transport": transport,

@@ -38,7 +38,7 @@ class Fold:
             num_picked = numel if self._stride == 1 else -(-(numel // LINE) // self._stride) * LINE
             signs = torch.randint(2, (num_picked,), generator=generator, dtype=torch.int8, device="cpu") * 2 - 1
             self._signs[name] = signs.to(device)
-        self._sum_K = torch.zeros(NUM_SUMS, device=device)
+        self._sum_K = torch.zeros(NUM_SUMS, dtype=torch.float32, device=device)
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Add the gradient of a layer."""

@@ -22,7 +22,7 @@ from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.layers import averaged_parameters
 from cgx_ray.engine.loss_scale import Scales
 from cgx_ray.engine.period.local_optimizers import LocalOptimizers
-from cgx_ray.engine.period.rho import NUM_SUMS, Fold, Rho
+from cgx_ray.engine.period.rho import Fold, Rho
 from cgx_ray.engine.step import Content, PendingBucket
 from cgx_ray.engine.weight_check import WeightCheck
 from cgx_ray.errors import CGXError, ConfigError, StateError
@@ -271,7 +271,7 @@ class Rounds:
         state: dict[str, Any] = {**NO_ROUND, "rho": self._rho.state()}
         if self._folds and self._optimizers is not None:
             state["anchor"] = {name: anchor.to("cpu", copy=True) for name, anchor in self._anchor.items()}
-            state["folds"] = torch.stack(self._folds).tolist()
+            state["folds"] = torch.stack(self._folds).cpu()
             state["rates"] = self._optimizers.rates(self._parameters)
         return state
 
@@ -280,7 +280,7 @@ class Rounds:
 
         Raises StateError if the round is one of another model. Nothing has changed then.
         """
-        anchor = {n: torch.as_tensor(value) for n, value in state["anchor"].items()}
+        anchor: Mapping[str, Tensor] = state["anchor"]
         numels = {name: value.numel() for name, value in anchor.items()}
         if anchor and numels != {name: layer.numel for name, layer in self._layers.items()}:
             raise StateError("the state has a round of another model; start from a checkpoint of this one")
@@ -295,7 +295,7 @@ class Rounds:
             for name, value in anchor.items():
                 self._anchor[name].copy_(value.view_as(self._anchor[name]))
             device = self._engine.device
-            self._folds = [torch.tensor(fold, device=device).view(NUM_SUMS) for fold in state["folds"]]
+            self._folds = list(state["folds"].to(device))
             self._optimizers.load_rates(state["rates"], self._parameters)
 
 
