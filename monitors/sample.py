@@ -114,6 +114,8 @@ class Burst(NamedTuple):
 class StepValues:
     """One step of a rank, or of all ranks. A field's type names how values of ranks become one. All times in seconds.
 
+    num_steps  steps of a round in which ranks have trained alone; else 1. Times and bytes are those of its mean step;
+               transfers, bursts and card bytes are of all its steps
     step_s     from the end of the previous exchange to the end of this one, without `between_s`
     between_s  what happened between the two steps: evaluations, checkpoints, reports, sleeps (`engine.step`)
     compute_s  step_s less the communication that compute did not hide
@@ -149,15 +151,15 @@ class StepValues:
     error_bits: Annotated[int | None, reductions.BY_HAND] = None
     loss: Annotated[float | None, reductions.MEAN_OF_FINITE] = None
     lr: Annotated[float | None, reductions.MEDIAN] = None
+    num_steps: Annotated[int, reductions.SAME] = 1
     num_local: Annotated[int, reductions.SAME_OR_ONE] = 1
     inside: Annotated[InsideLink | None, Reduction(_slowest, _slowest)] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSample(StepValues):
-    """One step of one rank, or the mean step of a round in which it has trained alone.
+    """One step of one rank.
 
-    num_steps  steps of this round; else 1. `transfers`, `bursts` and `card_bytes` are of them all
     encode_s, exchange_s, decode_s
                sums over groups; groups overlap, so the sums may exceed the time that passed
     card_bytes bytes that this rank sent to ranks that share no memory with it
@@ -177,7 +179,6 @@ class StepSample(StepValues):
     """
 
     rank: Annotated[int, reductions.BY_HAND]
-    num_steps: Annotated[int, reductions.RANK_ONLY] = 1
     encode_s: Annotated[float, reductions.PER_RANK]
     exchange_s: Annotated[float, reductions.PER_RANK]
     decode_s: Annotated[float, reductions.PER_RANK]
@@ -226,6 +227,7 @@ class NodeStep:
     gain_curve: tuple[Sum, ...]
     layer_errors: Mapping[str, LayerSum]
     error_bits: int | None
+    num_steps: int
     num_local: int
     weight_drift: float | None
     inside: InsideLink | None

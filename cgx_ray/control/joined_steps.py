@@ -39,6 +39,11 @@ class JoinedStep(StepValues):
     slowness: Mapping[int, float]
     traffic: StepTraffic
 
+    @property
+    def passed_s(self) -> float:
+        """Seconds since the step, or the round, before."""
+        return self.num_steps * self.step_s
+
 
 @dataclass(slots=True)
 class _OpenStep:
@@ -154,7 +159,7 @@ def join(parts: Sequence[NodeStep], world_size: int) -> JoinedStep:
         codec_s=median(map(add, columns["encode_s"], columns["decode_s"])),
         means={name: math.fsum(columns[name]) / len(columns[name]) for name in MEAN_PARTS},
         slowness={rank: compute_s[rank] / usual_s if usual_s > 0 else 1.0 for rank in sorted(compute_s)},
-        traffic=_traffic(parts, step_s, world_size, num_local if num_local < world_size else 1),
+        traffic=_traffic(parts, reduced["num_steps"] * step_s, world_size, num_local if num_local < world_size else 1),
         **reduced,
     )
 

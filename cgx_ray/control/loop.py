@@ -426,6 +426,6 @@ class ControlLoop:
     def _leased(self, state: WorkerGroupState, decision: Decision, at: _When) -> Plan:
         """Return the plan of `decision` with a lease, after which the ranks return to the plan before it."""
         plan, before = decision.plan, state.plan.lease.fallback if state.plan.lease is not None else state.plan
-        steps = max(LEASE_STEPS, math.ceil(LEASE_S / decision.step_s))
+        steps = max(LEASE_STEPS * plan.period, math.ceil(LEASE_S / decision.step_s))
         fallback = replace(before, version=plan.version + 1)
         return replace(plan, lease=Lease(last_step=at.step + steps, fallback=fallback))

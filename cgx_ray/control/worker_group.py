@@ -17,9 +17,9 @@ from cgx_ray.control.learned.evidence import MIN_STEPS, Evidence, Verdict, verdi
 from cgx_ray.control.learned.measured import (
     bits_by_layer,
     compressing_options,
+    compute_times,
     costliest,
     is_dense,
-    layer_times,
     network_of,
     non_dense_options,
 )
@@ -32,7 +32,7 @@ from cgx_ray.control.trial.measuring_steps import MeasuringSteps
 from cgx_ray.control.trial.outcome import PendingOutcome, PlanRecord
 from cgx_ray.control.trial.steps_beside_predictions import SURPRISE, StepsBesidePredictions
 from cgx_ray.monitors.sample import NodeSample, NodeStep
-from cgx_ray.plan import Option, Plan
+from cgx_ray.plan import STEPS_TOGETHER, Option, Plan
 from cgx_ray.planner.bits import bits_of
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.prediction import Measured, groups_of
@@ -171,11 +171,12 @@ class WorkerGroupState:
     def add_step(self, step: JoinedStep, now_s: float) -> bool:
         """Add a step of all ranks; return whether it ran under the plan in force, so that it may cause a decision."""
         self.network.add_step(step.traffic, now_s, is_far_slower=self._is_far_slower(step))
-        self._slow_ranks.add_ratios(step.slowness, step.step_s)
+        self._slow_ranks.add_ratios(step.slowness, step.passed_s)
         lease = self.plan.lease
         if lease is not None and step.plan_version == lease.fallback.version:
             self._return_to(lease.fallback)
-        if step.plan_version not in self._versions:
+        if step.plan_version not in self._versions or step.num_steps != self.plan.period:
+            # Also if ranks do not train alone yet, or have ended a round by hand.
             return False
         same_plan = [one for one in self._recent if one.plan_version in self._versions]
         self._recent = [*same_plan[1 - LINK_STEPS :], step]
@@ -191,16 +192,16 @@ class WorkerGroupState:
         ratio = self.steps.add_step(step, measured)
         self.speed_up = self.steps.speed_up(measured)
         if measured is not None and ratio is not None:
-            self._changes.add_step(step.compute_s / self.steps.compute_slowdown, ratio, step.step_s)
+            self._changes.add_step(step.compute_s / self.steps.compute_slowdown, ratio, step.passed_s)
             if self.network.is_known:
-                self.links.add_link(measured.network.between, step.step_s)
+                self.links.add_link(measured.network.between, step.passed_s)
                 # A link that goes back and forth is no drift: nothing would ever be learned on it.
                 if not self.links.is_unsteady and self.steps.link_drifted(measured.network.between, now_s):
                     self._news = Cause("network", "the link has drifted since errors were learned")
         return True
 
     def _is_far_slower(self, step: JoinedStep) -> bool:
-        """Return whether `step` took FAR_SLOWER times as long as the steps before it under the same plan."""
+        """Return whether `step` took FAR_SLOWER times as long as those before it under the same plan."""
         before = [one.step_s for one in self._recent if {one.plan_version, step.plan_version} <= self._versions]
         return len(before) >= LINK_STEPS and step.step_s >= FAR_SLOWER * median(before)
 
@@ -365,7 +366,7 @@ class WorkerGroupState:
         return measured
 
     def measured(self) -> Measured | None:
-        """Return the current measurements in the planner's terms; None while some are missing."""
+        """Return the current measurements for the planner; None while some are missing."""
         recent, rate = self._recent, self.network.bandwidth
         if any(step.plan_version not in self._versions for step in recent):
             # Before the first step of a new plan, the groups that were measured are those of the plan before.
@@ -375,17 +376,13 @@ class WorkerGroupState:
         between = Link(alpha_s=self.network.latency_s or self.network.probed_s, beta_s_per_byte=1 / rate.value)
         link = recent[-1].inside
         inside = Link(alpha_s=link.alpha_s, beta_s_per_byte=link.beta_s_per_byte) if link is not None else None
-        ready_s = [median(times) for times in zip(*(one.ready_s for one in recent), strict=True)]
-        # Compute of a dense step, see `ComputeSlowdown`.
-        compute_slowdown = self.steps.compute_slowdown
-        compute_s = median(one.compute_s for one in recent) / compute_slowdown
-        backward_s = [seconds / compute_slowdown for seconds in layer_times(self.layers, self.plan, ready_s)]
+        backward_s, after_s = compute_times(self.layers, self.plan, recent, self.steps.compute_slowdown, self.decided)
         chooses_bits = self._max_error is not None
         before = self.decided.squared_errors if self.decided is not None else {}
         return Measured(
             layers=self.layers,
-            backward_s=tuple(backward_s),
-            after_s=max(0.0, compute_s - sum(backward_s)),
+            backward_s=backward_s,
+            after_s=after_s,
             network=network_of(self.plan.world_size, recent[-1].num_local, between, inside),
             codec_costs=self.steps.codec_costs,
             gain=self.losses.gain | self.gains.usable if chooses_bits else self.gains.usable,
@@ -396,6 +393,7 @@ class WorkerGroupState:
             squared_errors=self.losses.squared_errors or before,
             error_excess=self.losses.error_excess,
             gain_curve=self.losses.gain_curve,
+            is_settled=not self.gains.is_learning and self.last_step >= STEPS_TOGETHER,
         )
 
     def costly_options(self, measured: Measured, options: Sequence[Option]) -> set[Option]:

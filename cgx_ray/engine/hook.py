@@ -110,8 +110,10 @@ class DdpBuckets:
         # A parameter without elements is no layer, see `layers_of`.
         gradients = {name: one for name, one in zip(names, bucket.gradients(), strict=True) if one.numel() > 0}
         scales = self._loss_scale.now() if gradients else ()
-        self._rounds.take(gradients, scales)
-        shared = self._rounds.end_step() if bucket.is_last() else None
+        if self._rounds.is_alone:
+            self._rounds.take(gradients, scales)
+            if bucket.is_last():
+                self._rounds.end_step()
         if self._rounds.is_alone or not gradients:
             future.set_result(buffer)
             return future
@@ -127,7 +129,6 @@ class DdpBuckets:
             # After `now`, so that it also covers the device's copies of the scales.
             computed=self._end_of_bucket(),
             weights=self._weights_hash(),
-            shared=shared,
         )
         if is_handed_over:
             pending.summed = self._begin_sum(buffer)
@@ -188,8 +189,8 @@ class DdpBuckets:
         if stream is not None:
             self._used_streams.add(stream)
         self._begin_step()
-        if self._rounds.reads_buckets or self._ask_engine():
-            # Its sums are by bucket.
+        if self._rounds.is_alone or self._ask_engine():
+            # These go by bucket.
             return
         newest, self._newest = self._newest, None
         if newest is not None:

@@ -34,6 +34,9 @@ MAX_GROUPS = 1 << 16
 MAX_PAYLOAD_BYTES = 2**32 - 1
 # Steps. No published training goes longer without an exchange than 1,000 (`docs/period.md`).
 MAX_PERIOD = 1024
+# Steps at the start of a training in which ranks average gradients, whatever the period: they change fast, and ranks
+# that drift apart then never make it up (docs/period.md).
+STEPS_TOGETHER = 40
 # Indices are int32.
 MAX_INDEXED_NUMEL = 2**31 - 1
 

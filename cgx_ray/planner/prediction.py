@@ -15,6 +15,7 @@ from cgx_ray.plan import DENSE, NONE, CodecSpec, GroupPlan, Layer, Option, Plan
 from cgx_ray.planner.bits import QSGD, LayerErrors
 from cgx_ray.planner.candidates import CodecCost, codec_cost_of, efficiency, host_name
 from cgx_ray.planner.cost import Link, Network
+from cgx_ray.planner.fidelity import kept_by
 from cgx_ray.planner.legs import EncodesOn, copy_s, exchange_stages, legs
 from cgx_ray.planner.scheme_costs import cost_of_scheme
 from cgx_ray.planner.timeline import Stage, StepPart, Timeline, simulate
@@ -44,6 +45,7 @@ class Measured:
                  of qsgd by number of bits and by layer, in any unit; empty before they are measured
     error_excess error of bits in force over what was expected of them, 1 or more
     gain_curve   gain of top-k by density; empty before it is measured
+    is_settled   False while gradients change fast: ranks do not train alone then
     """
 
     layers: tuple[Layer, ...]
@@ -59,6 +61,7 @@ class Measured:
     error_excess: float = 1.0
     gain_curve: Mapping[float, float] = field(default_factory=dict)
     bus: Link | None = None
+    is_settled: bool = True
 
     def __post_init__(self) -> None:
         if not self.layers or len(self.layers) != len(self.backward_s):
@@ -121,6 +124,14 @@ class Measured:
                 found[bits] = counted | {name: scale * error for name, error in errors.items()}
         return found
 
+    def of_round(self, period: int) -> Measured:
+        """Return the measurements as if a round of `period` steps were one step: all its compute, then all gradients.
+
+        Changes of parameters are known when the optimizer has stepped, so nothing hides their exchange.
+        """
+        backward_s = (period * self.compute_s, *[0.0] * (len(self.layers) - 1))
+        return replace(self, backward_s=backward_s, after_s=0.0)
+
     def slowed(self, factor: float) -> Measured:
         """Return the measurements with `factor` times the times of links and codecs."""
         costs = {name: cost.slowed(factor) for name, cost in self.codec_costs.items()}
@@ -148,22 +159,28 @@ class Measured:
 
 
 class PlannedGroup(NamedTuple):
-    """Names and sizes of the layers that are sent together, and their option. `is_fixed` as in `GroupPlan`."""
+    """Names and sizes of the layers that are sent together, and their option.
+
+    is_fixed  as in `GroupPlan`
+    period    as in `Plan`, the same for all its groups
+    """
 
     layers: tuple[str, ...]
     numel: int
     dense_bytes: int
     option: Option
     is_fixed: bool = False
+    period: int = 1
 
     @classmethod
-    def of(cls, layers: Sequence[Layer], option: Option, *, is_fixed: bool = False) -> PlannedGroup:
+    def of(cls, layers: Sequence[Layer], option: Option, *, is_fixed: bool = False, period: int = 1) -> PlannedGroup:
         return cls(
             tuple(layer.name for layer in layers),
             sum(layer.numel for layer in layers),
             sum(layer.dense_bytes for layer in layers),
             option,
             is_fixed,
+            period,
         )
 
     @property
@@ -173,11 +190,12 @@ class PlannedGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Predicted step with given groups.
+    """Predicted step with given groups. With a period of more than 1, the mean step of a round.
 
-    timeline    the step as the engine runs it, groups side by side, up to its last exchange
+    timeline    the step as the engine runs it, groups side by side, up to its last exchange; the whole round if ranks
+                train alone in between
     compute_s   seconds of the step without any exchange
-    after_s     the part of `compute_s` after the last exchange
+    after_s     the part of `compute_s` after the last exchange of the timeline
     codec_s     seconds of encoding and decoding on one rank, hidden or not
     efficiency  share of a dense step's progress: that of the groups' options, weighted by the elements that layers
                 count as (`Measured.counted_numel`); None if one of the gains is unknown. Fixed groups count as dense:
@@ -193,7 +211,12 @@ class Prediction:
 
     @property
     def step_s(self) -> float:
-        return self.timeline.finish_s + self.after_s
+        return self.timeline.finish_s / self.period + self.after_s
+
+    @property
+    def period(self) -> int:
+        """Steps between two exchanges."""
+        return period_of(self.groups)
 
     @property
     def score(self) -> float:
@@ -207,8 +230,8 @@ class Prediction:
 
     @property
     def is_dense(self) -> bool:
-        """True if all groups, except fixed ones, are summed by the vendor over all workers, as in DDP."""
-        return all(group.option == DENSE or group.is_fixed for group in self.groups)
+        """True if all groups, except fixed ones, are summed by the vendor over all workers in each step, as in DDP."""
+        return self.period == 1 and all(group.option == DENSE or group.is_fixed for group in self.groups)
 
     @property
     def options(self) -> tuple[Option, ...]:
@@ -217,11 +240,12 @@ class Prediction:
         return tuple(sorted(counts, key=lambda option: (option.codec == NONE, -counts[option], str(option))))
 
     def describe_options(self) -> str:
-        """Return `"5x qsgd:bits=4,bucket_size=128 over sra, 2x dense"` or `"dense"`."""
+        """Return `"5x qsgd:bits=4,bucket_size=128 over sra, 2x dense"` or `"dense"`, and the period if it is not 1."""
+        every = f", every {self.period} steps" if self.period > 1 else ""
         if len(self.options) == 1:
-            return str(self.options[0])
+            return f"{self.options[0]}{every}"
         counts = Counter(group.option for group in self.groups)
-        return ", ".join(f"{counts[option]}x {option}" for option in self.options)
+        return ", ".join(f"{counts[option]}x {option}" for option in self.options) + every
 
     def describe(self) -> str:
         """Return `describe_options` after the number of groups, such as `"7 groups: dense"`; of one group without."""
@@ -236,6 +260,7 @@ class Prediction:
             groups=tuple(
                 GroupPlan(layers=group.layers, option=group.option, is_fixed=group.is_fixed) for group in self.groups
             ),
+            period=self.period,
         )
 
 
@@ -247,7 +272,19 @@ def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
     or decoded, and a group that waits for a hop holds up no other group. `exchange_stages` has the work of each group.
 
     So a step of many groups tends to the longest of compute, codec and network, plus what nothing hides of one group.
+    With a period, all groups begin together when the steps of a round have been computed, see `Measured.of_round`.
     """
+    period = period_of(groups)
+    if period > 1:
+        whole = predict(measured.of_round(period), [group._replace(period=1) for group in groups])
+        kept_share = whole.efficiency * kept_by(period) if whole.efficiency is not None else None
+        return replace(
+            whole,
+            groups=tuple(groups),
+            compute_s=measured.compute_s,
+            codec_s=whole.codec_s / period,
+            efficiency=kept_share,
+        )
     under = {option: _Under.of(option, measured) for option in {group.option for group in groups}}
     waits_s: list[float] = []
     works: list[_GroupWork] = []
@@ -337,6 +374,13 @@ def groups_of(plan: Plan, layers: Iterable[Layer]) -> tuple[PlannedGroup, ...]:
     """Return the groups of a plan for `layers`."""
     by_name = {layer.name: layer for layer in layers}
     return tuple(
-        PlannedGroup.of([by_name[name] for name in group.layers], group.option, is_fixed=group.is_fixed)
+        PlannedGroup.of(
+            [by_name[name] for name in group.layers], group.option, is_fixed=group.is_fixed, period=plan.period
+        )
         for group in plan.groups
     )
+
+
+def period_of(groups: Sequence[PlannedGroup]) -> int:
+    """Return the period of the plan with `groups`."""
+    return groups[0].period if groups else 1

@@ -243,9 +243,14 @@ class KnownGains:
     def usable(self) -> dict[str, float]:
         """Gains that plans may be made with; in a learning phase those in use, and large ones."""
         usable = self._watch.usable
-        if not self._learning.is_on:
+        if not self.is_learning:
             return usable
         return {name: gain for name, gain in usable.items() if gain >= LEARNING_GAIN or self._watch.is_in_use(name)}
+
+    @property
+    def is_learning(self) -> bool:
+        """True while gradients change fast."""
+        return self._learning.is_on
 
     def add_step(self, step: JoinedStep) -> bool:
         """Add what a step of the plan in force measured; return whether the learning rate has changed."""

@@ -17,7 +17,7 @@ from cgx_ray.control.policies.policy import PlannerInput, Policy, Situation, Sta
 from cgx_ray.plan import GroupPlan, Layer, Option, Plan
 from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of
+from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of, period_of
 
 
 def situation_fields(situation: Situation) -> dict[str, Any]:
@@ -30,6 +30,7 @@ def situation_fields(situation: Situation) -> dict[str, Any]:
         "groups": group_fields(situation.plan.groups, now.layers),
         "dense_groups": group_fields(planner_input.dense_groups, now.layers),
         "version": situation.plan.version,
+        "period": situation.plan.period,
         "network": {
             "num_nodes": now.network.num_nodes,
             "ranks_per_node": now.network.ranks_per_node,
@@ -46,10 +47,11 @@ def situation_fields(situation: Situation) -> dict[str, Any]:
             str(bits): [errors.get(layer.name) for layer in now.layers] for bits, errors in now.squared_errors.items()
         },
         "encodes_on": now.encodes_on,
+        "is_settled": now.is_settled,
         "bus": _link_fields(now.bus) if now.bus is not None else None,
         "errors": planner_input.errors.recorded(),
         "plan_s": [
-            {"groups": group_fields(groups, now.layers), "step_s": step_s}
+            {"groups": group_fields(groups, now.layers), "period": period_of(groups), "step_s": step_s}
             for groups, step_s in planner_input.plan_s.items()
         ],
         "dwell_s": situation.dwell_s if math.isfinite(situation.dwell_s) else None,
@@ -70,7 +72,12 @@ def read_policy(start: Mapping[str, Any]) -> Policy:
         return Static()
     if fields["kind"] == "own":
         return recorded_policy(fields["name"], fields["given"])
-    return Adaptive(candidates=tuple(map(Option.parse, fields["options"])), min_gain=fields["min_gain"])
+    return Adaptive(
+        candidates=tuple(map(Option.parse, fields["options"])),
+        min_gain=fields["min_gain"],
+        # Earlier journals have none.
+        periods=tuple(fields.get("periods", (1,))),
+    )
 
 
 def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situation:
@@ -87,7 +94,9 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
         inside=Link(**inside) if inside is not None else None,
     )
     groups = read_groups(fields["groups"], layers)
-    plan = Plan(version=fields["version"], world_size=between.num_workers, groups=groups)
+    # Earlier journals have no period.
+    period = fields.get("period", 1)
+    plan = Plan(version=fields["version"], world_size=between.num_workers, groups=groups, period=period)
     now = Measured(
         layers=tuple(layers),
         backward_s=tuple(fields["backward_s"]),
@@ -101,12 +110,16 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
             for bits, errors in fields.get("squared_errors", {}).items()
         },
         encodes_on=fields["encodes_on"],
+        is_settled=fields.get("is_settled", True),
         bus=Link(**fields["bus"]) if fields.get("bus") is not None else None,
         # Every plan has the fixed groups, so the plan in force has them too.
         fixed=tuple(group for group in groups_of(plan, layers) if group.is_fixed),
     )
     # Earlier journals have none.
-    ran = [(read_groups(one["groups"], layers), one["step_s"]) for one in fields.get("plan_s", ())]
+    ran = [
+        (replace(plan, groups=read_groups(one["groups"], layers), period=one.get("period", 1)), one["step_s"])
+        for one in fields.get("plan_s", ())
+    ]
     dense = read_groups(fields.get("dense_groups", ()), layers)
     links = [Link(**link) for link in fields["recent_links"]]
     return Situation(
@@ -116,9 +129,9 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
             now=now,
             states=[replace(now, network=replace(between, between=link)) for link in links] or [now],
             errors=LearnedErrors.read(fields["errors"]),
-            plan_s={groups_of(replace(plan, groups=own), layers): step_s for own, step_s in ran},
+            plan_s={groups_of(own, layers): step_s for own, step_s in ran},
             # Earlier journals have none.
-            dense_groups=groups_of(replace(plan, groups=dense), layers) if dense else (),
+            dense_groups=groups_of(replace(plan, groups=dense, period=1), layers) if dense else (),
         ),
         dwell_s=fields["dwell_s"] if fields["dwell_s"] is not None else math.inf,
         switch_s=fields["switch_s"],

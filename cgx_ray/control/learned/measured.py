@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from statistics import median
 
+from cgx_ray.monitors.sample import StepValues
 from cgx_ray.plan import DENSE, NONE, Layer, Option, Plan
 from cgx_ray.planner.bits import QSGD
 from cgx_ray.planner.cost import Link, Network
@@ -59,13 +61,31 @@ def bits_by_layer(plan: Plan) -> dict[str, int]:
 
 def is_dense(plan: Plan) -> bool:
     """Return whether `plan` has nothing but plain dense groups, as DDP, and fixed ones."""
-    return not non_dense_options(plan)
+    return plan.period == 1 and not non_dense_options(plan)
 
 
 def dense_groups(plan: Plan) -> Plan:
     """Return `plan` with the same groups, all of them plain dense except fixed ones."""
     groups = (group if group.is_fixed else replace(group, option=DENSE) for group in plan.groups)
-    return replace(plan, groups=tuple(groups), lease=None)
+    return replace(plan, groups=tuple(groups), lease=None, period=1)
+
+
+def compute_times(
+    layers: Sequence[Layer], plan: Plan, steps: Sequence[StepValues], slowdown: float, before: Measured | None
+) -> tuple[tuple[float, ...], float]:
+    """Return the compute of a dense step: backward seconds of each layer as in `Measured`, and what comes after.
+
+    steps     the newest ones under `plan`
+    slowdown  of their compute by codecs, see `ComputeSlowdown`
+    before    measurements before `plan`. A round tells nothing of when gradients are ready, so they do
+    """
+    compute_s = median(one.compute_s for one in steps) / slowdown
+    if plan.period > 1 and before is not None:
+        scaled = at_compute(before, compute_s)
+        return scaled.backward_s, scaled.after_s
+    ready_s = [median(times) / slowdown for times in zip(*(one.ready_s for one in steps), strict=True)]
+    backward_s = layer_times(layers, plan, ready_s)
+    return backward_s, max(0.0, compute_s - sum(backward_s))
 
 
 def layer_times(layers: Sequence[Layer], plan: Plan, ready_s: Sequence[float]) -> tuple[float, ...]:

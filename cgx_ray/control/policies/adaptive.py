@@ -43,10 +43,10 @@ from cgx_ray.control.policies.policy import (
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Given, Option, Scheme, make_plan
 from cgx_ray.planner.candidates import codec_cost_of, offloaded
-from cgx_ray.planner.fidelity import Fidelity, codecs_of, describe_costs
+from cgx_ray.planner.fidelity import PERIOD_LOSSES, Fidelity, codecs_of, describe_costs, periods_of
 from cgx_ray.planner.joint import BestPlan, best_plan
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
-from cgx_ray.planner.prediction import PlannedGroup, Prediction, groups_of, predict
+from cgx_ray.planner.prediction import PlannedGroup, Prediction, groups_of, period_of, predict
 
 # Codecs and schemes of the plans that users write by hand. Each, with every `intra` and device, is compared with the
 # best plan.
@@ -78,12 +78,15 @@ class Adaptive(Policy):
     min_gain    leaves out codecs whose gain is smaller, up to GAIN_MARGIN. For codecs without error feedback whose loss
                 was measured, dense's loss over theirs takes the place of the gain
     review_s    seconds after a decision until it is asked again without any other cause
+    periods     steps between two exchanges that may be chosen (`engine.period`), of those in `planner.fidelity`.
+                Default: those of the fidelity, and 1 with `candidates`
     """
 
     fidelity: str = Fidelity.STRICT.value
     candidates: Sequence[Given] | None = None
     min_gain: float = 0.8
     review_s: float = REVIEW_S
+    periods: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         check_name("fidelity", self.fidelity, tuple(Fidelity))
@@ -92,6 +95,14 @@ class Adaptive(Policy):
                 f"min_gain {self.min_gain!r} is not in [0, 1]; 0.8 keeps 80 % of the gradient's squared norm"
             )
         check_review(self.review_s)
+        if self.periods is None:
+            usual = periods_of(self.fidelity) if self.candidates is None else (1,)
+            object.__setattr__(self, "periods", usual)
+        elif not isinstance(self.periods, tuple | list) or not {*self.periods} <= {1, *PERIOD_LOSSES}:
+            raise ConfigError(
+                f"periods {self.periods!r} is not allowed; give some of {', '.join(map(str, (1, *PERIOD_LOSSES)))}, "
+                "such as (1, 4, 8)"
+            )
         if self.candidates is None:
             return
         if not isinstance(self.candidates, tuple | list) or not self.candidates:
@@ -137,17 +148,30 @@ class Adaptive(Policy):
     def _best(self, situation: Situation) -> BestPlan:
         """Return the best plan. An untried one must promise MIN_IMPROVEMENT over each that has run on this network."""
         planner_input, allowed = situation.planner_input, self._allowed(situation)
-        found = self._best_predicted(situation, allowed)
+        found = self._with_rounds(planner_input, allowed, self._best_predicted(situation, allowed))
         usable = {DENSE, *(option for option in allowed if self._keeps_enough(option, planner_input))}
         measured = [
             groups
             for groups in planner_input.plan_s
-            if all(group.is_fixed or group.option in usable for group in groups)
+            if all(group.is_fixed or group.option in usable for group in groups) and period_of(groups) in self._periods
         ]
         if not measured:
             return found
         best = min(measured, key=planner_input.score)
         return _with_best(found, best, planner_input, promised=MIN_IMPROVEMENT)
+
+    @property
+    def _periods(self) -> Sequence[int]:
+        assert self.periods is not None
+        return self.periods
+
+    def _with_rounds(self, planner_input: PlannerInput, allowed: Sequence[Option], found: BestPlan) -> BestPlan:
+        """Return `found`, or the best plan of rounds if that promises MIN_IMPROVEMENT over it."""
+        periods = [period for period in self._periods if period > 1]
+        if not periods or planner_input.now.fixed or not planner_input.now.is_settled:
+            return found
+        best = min((planner_input.best_of_round(allowed, 0.0, one) for one in periods), key=planner_input.score)
+        return _with_best(found, best, planner_input, promised=-MIN_IMPROVEMENT)
 
     def _best_predicted(self, situation: Situation, allowed: Sequence[Option]) -> BestPlan:
         """Return the best plan by prediction. One with several options must promise MIN_IMPROVEMENT over BY_HAND.
@@ -183,7 +207,9 @@ class Adaptive(Policy):
     def recorded(self) -> dict[str, Any]:
         if type(self) is not Adaptive:
             return super().recorded()
-        return {"kind": "adaptive", "options": list(map(str, self.options)), "min_gain": self.min_gain}
+        return {"kind": "adaptive", "options": list(map(str, self.options)), "min_gain": self.min_gain} | {
+            "periods": list(self._periods)
+        }
 
     def _allowed(self, situation: Situation) -> list[Option]:
         """Return the options that are not banned and keep enough: those in force may keep a little less.
@@ -204,7 +230,8 @@ class Adaptive(Policy):
     def _may_stay(self, situation: Situation, current: Prediction) -> bool:
         used = {group.option.flat() for group in current.groups if group.option != DENSE and not group.is_fixed}
         keeps_enough = current.efficiency is not None and current.efficiency >= self._least_gain
-        return keeps_enough and situation.banned.isdisjoint(used)
+        may_skip = situation.planner_input.now.is_settled and current.period in self._periods
+        return keeps_enough and (current.period == 1 or may_skip) and situation.banned.isdisjoint(used)
 
     def _is_worth(self, situation: Situation, current: Prediction, found: BestPlan) -> bool:
         """Return whether the best plan saves enough, and more than the time that the change takes."""
@@ -265,7 +292,7 @@ def _describe_best(found: BestPlan, planner_input: PlannerInput) -> str:
         f"{best.describe_options()}; predicted {best_s:.3f} s per step (dense {dense_s:.3f} s), keeps "
         f"{best.efficiency:.1%} of its progress"
     )
-    costs = describe_costs(option.codec for option in best.options)
+    costs = describe_costs([option.codec for option in best.options], best.period)
     text = f"{text}; {costs}" if costs else text
     gap = f"{found.gap:.1%}"
     return text if gap == "0.0%" else f"{text}, at most {gap} from the optimum"

@@ -45,6 +45,7 @@ MAX_SLOWDOWN = 1.03
 # Least improvement of the score, as a fraction, that a change of plan must promise: noise would flip plans otherwise.
 MIN_IMPROVEMENT = 0.05
 DecisionKind = Literal["keep", "replace", "disable"]
+_NONE_SRA = Option(codec=NONE, scheme=Scheme.SRA)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +96,23 @@ class PlannerInput:
                 found.append(best_plan(between, same, min_gain=min_gain, dense_groups=self.dense_groups))
         best = min(found, key=lambda plan: self.score(plan.best.groups))
         return replace(best, best=predict(self.now, best.best.groups), dense=predict(self.now, best.dense.groups))
+
+    def best_of_round(self, options: Sequence[Option], min_gain: float, period: int) -> tuple[PlannedGroup, ...]:
+        """Return the groups with the smallest score if ranks train alone for `period` steps between two exchanges.
+
+        The search is that for single steps, whose compute is that of a round.
+        """
+        found = []
+        for measured in self.states:
+            for plan in replace(self, dense_groups=())._candidates(measured.of_round(period), options, min_gain):
+                # The vendor's ring takes 2(N-1) hops. Messages take 2, and carry as much.
+                found.append(
+                    tuple(
+                        group._replace(period=period, option=_NONE_SRA if group.option == DENSE else group.option)
+                        for group in plan.best.groups
+                    )
+                )
+        return min(found, key=self.score)
 
     def _between(self) -> Measured:
         """Return the measurements with the geometric mean of all links."""

@@ -130,7 +130,7 @@ class StepsBesidePredictions:
 
         None for a step that warms the plan up, or without measurements.
         """
-        self.trained_s += step.step_s
+        self.trained_s += step.passed_s
         is_warm = self.record.is_warm(step.step_s)
         if is_warm and step.compute_s > 0 and not self._is_trial:
             self._learn_compute_slowdown(step.compute_s)

@@ -12,6 +12,7 @@ K sums, S steps
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -58,21 +59,18 @@ class Fold:
 
 
 class Rho:
-    """The estimate, the same on all ranks.
-
-    num_steps  steps that it knows
-    """
+    """The estimate, the same on all ranks."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        # |mean gradient|^2 over the mean of |gradient|^2.
-        self._square = 1.0
-        self.num_steps = 0
+        # |mean gradient|^2 over the mean of |gradient|^2. Before any is known, that of noise: soon it is nearly that.
+        self._square = 1 / world_size
+        self._is_known = False
 
     @property
     def value(self) -> float:
         """Return rho: at least what gradients would have that are noise alone, at most 1."""
-        return min(max(self._square, 1 / self._world_size), 1.0) ** 0.5 if self.num_steps else 1.0
+        return math.sqrt(min(max(self._square, 1 / self._world_size), 1.0))
 
     @staticmethod
     def message(folds_SK: Tensor) -> Tensor:
@@ -86,13 +84,15 @@ class Rho:
         means_SK, squares_S = means[:-num_steps].view(num_steps, NUM_SUMS), means[-num_steps:]
         for ratio in (means_SK.square().sum(1) / squares_S).tolist():
             # Steps without gradients, or with NaN, say nothing.
-            if 0 <= ratio < float("inf"):
-                self._square = KEPT * self._square + (1 - KEPT) * ratio if self.num_steps else ratio
-                self.num_steps += 1
+            if 0 <= ratio < math.inf:
+                self._square = KEPT * self._square + (1 - KEPT) * ratio if self._is_known else ratio
+                self._is_known = True
 
-    def state(self) -> list[float]:
+    def state(self) -> float | None:
         """Return what `load` takes."""
-        return [self._square, float(self.num_steps)]
+        return self._square if self._is_known else None
 
-    def load(self, state: list[float]) -> None:
-        self._square, self.num_steps = state[0], int(state[1])
+    def load(self, square: float | None) -> None:
+        """Go on from a checkpoint."""
+        if square is not None:
+            self._square, self._is_known = square, True

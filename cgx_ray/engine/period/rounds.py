@@ -26,17 +26,11 @@ from cgx_ray.engine.period.rho import Fold, Rho
 from cgx_ray.engine.step import Content, PendingBucket
 from cgx_ray.engine.weight_check import WeightCheck
 from cgx_ray.errors import CGXError, ConfigError, StateError
+from cgx_ray.plan import STEPS_TOGETHER
 from cgx_ray.torch_compat import allows_uneven_inputs
 
-# Steps at the start of a training in which gradients are exchanged, whatever the plan: they change fast, and parameters
-# that drift apart then never make it up (docs/log/2026-11-26.md, entries 91 and 92).
-FIRST_STEPS = 40
-# Steps with an exchange whose folds tell rho before ranks train alone.
-RHO_STEPS = 10
-
-
 # State of one whose gradients are exchanged, and have not told rho yet.
-NO_ROUND: Mapping[str, Any] = {"rho": [1.0, 0.0], "anchor": {}, "folds": [], "rates": {}}
+NO_ROUND: Mapping[str, Any] = {"rho": None, "anchor": {}, "folds": [], "rates": {}}
 
 
 class Rounds:
@@ -56,15 +50,13 @@ class Rounds:
         self._parameters = {name: named[name] for name in self._layers}
         self._world_size = engine.plan.world_size
         self._rho = Rho(self._world_size)
-        # Made when the plan first has a period.
+        # While ranks train alone.
         self._fold: Fold | None = None
         self._optimizers: LocalOptimizers | None = None
         # Parameters after the last round, the same on all ranks; empty while gradients are exchanged.
         self._anchor: dict[str, Tensor] = {}
         # Folds of the steps that have no round yet.
         self._folds: list[Tensor] = []
-        # Means of folds that come back with the gradients of the step before.
-        self._shared: Tensor | None = None
         # Not sent by codecs before: each rank adds its own to its first gradients.
         self._residuals: dict[str, Tensor] = {}
         self._broadcasts_buffers = False
@@ -74,57 +66,41 @@ class Rounds:
 
     def begin_step(self) -> None:
         """Set `is_alone` before a step's first gradient. All ranks come to the same."""
-        self._take_shared()
-        if self._engine.plan.period == 1:
+        period = self._engine.plan.period
+        if period == 1 or self._engine.step < STEPS_TOGETHER:
             self._leave()
             return
         model = self._model()
         if model is not None and allows_uneven_inputs(model):
             raise ConfigError(
-                f"the plan has period {self._engine.plan.period}, and ranks inside join() may have fewer steps than "
-                "others; give period 1, or all ranks as many batches (drop_last)"
+                f"the plan has period {period}, and ranks inside join() may have fewer steps than others; give period "
+                "1, or all ranks as many batches (drop_last)"
             )
-        if self._fold is None:
-            numels = {name: parameter.numel() for name, parameter in self._parameters.items()}
-            self._fold = Fold(numels, self._engine.device)
-        is_ready = self._engine.step >= FIRST_STEPS and self._rho.num_steps >= RHO_STEPS
-        if is_ready and not self._anchor:
+        if not self._anchor:
             self._enter()
-        self.is_alone = bool(self._anchor)
+        self.is_alone = True
 
     def take(self, gradients: Mapping[str, Tensor], scales: Scales) -> None:
-        """Take this rank's gradients, which no one has changed yet. If it trains alone, correct them for that.
-
-        scales  as `LossScale.now`
-        """
-        if self._fold is None:
-            return
-        for name, gradient in gradients.items():
-            self._fold.add(name, gradient)
-        if not self.is_alone:
-            return
+        """Correct this rank's gradients for training alone. `scales`: as `LossScale.now`."""
+        assert self._fold is not None
         if scales is None or len(scales):
             raise ConfigError(
                 "a GradScaler scales the losses of a rank that trains alone, and it would skip steps that other ranks "
                 f"take; train in bfloat16, or give period 1 (the plan has {self._engine.plan.period})"
             )
         for name, gradient in gradients.items():
+            self._fold.add(name, gradient)
             if name in self._residuals:
                 gradient.add_(self._residuals.pop(name).view_as(gradient))
             gradient.mul_(self._rho.value)
 
-    def end_step(self) -> Tensor | None:
-        """End a step at its last gradients. Return numbers to share with an exchange of gradients, or None."""
-        if self._fold is None or self._engine.plan.period == 1:
-            return None
+    def end_step(self) -> None:
+        """End a step in which ranks train alone, at its last gradients."""
+        assert self._fold is not None
+        assert self._optimizers is not None
         self._folds.append(self._fold.take())
-        if self._optimizers is None:
-            self._shared = Rho.message(torch.stack(self._folds))
-            self._folds = []
-            return self._shared
         self._optimizers.note_gradients()
         self._engine.count_step()
-        return None
 
     def end_round(self) -> None:
         """End the round under way, if there is one: average what has changed. Call it on all ranks, between steps."""
@@ -135,23 +111,13 @@ class Rounds:
         """Remove all hooks."""
         self._leave()
 
-    def _take_shared(self) -> None:
-        """Learn rho from the step before, whose gradients are back."""
-        if self._shared is not None:
-            self._rho.add(self._shared)
-            self._shared = None
-
-    @property
-    def reads_buckets(self) -> bool:
-        """True if gradients must stay as they are until `take` gets them, by bucket."""
-        return self._fold is not None
-
     @property
     def _is_due(self) -> bool:
         return len(self._folds) >= self._engine.plan.period
 
     def _enter(self) -> None:
         """Begin to train alone."""
+        self._fold = Fold({name: layer.numel for name, layer in self._layers.items()}, self._engine.device)
         self._anchor = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         self._residuals = self._engine.take_residuals()
         self._optimizers = LocalOptimizers(self._parameters, self._on_optimizer)
@@ -267,7 +233,6 @@ class Rounds:
 
     def state(self) -> dict[str, Any]:
         """Return the round under way and rho, for a checkpoint. At a round's end there are no tensors in it."""
-        self._take_shared()
         state: dict[str, Any] = {**NO_ROUND, "rho": self._rho.state()}
         if self._folds and self._optimizers is not None:
             state["anchor"] = {name: anchor.to("cpu", copy=True) for name, anchor in self._anchor.items()}
@@ -284,14 +249,13 @@ class Rounds:
         numels = {name: value.numel() for name, value in anchor.items()}
         if anchor and numels != {name: layer.numel for name, layer in self._layers.items()}:
             raise StateError("the state has a round of another model; start from a checkpoint of this one")
-        if not all(math.isfinite(number) for number in state["rho"]):
+        if not math.isfinite(state["rho"] or 0.0):
             raise StateError(f"the state has rho {state['rho']}, which is not finite; start from another checkpoint")
         self._leave()
         self._rho.load(state["rho"])
         if anchor:
             self._enter()
             assert self._optimizers is not None
-            self._fold = Fold({name: one.numel() for name, one in self._parameters.items()}, self._engine.device)
             for name, value in anchor.items():
                 self._anchor[name].copy_(value.view_as(self._anchor[name]))
             device = self._engine.device

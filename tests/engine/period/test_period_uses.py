@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from cgx_ray.engine.period.rounds import FIRST_STEPS
 from cgx_ray.errors import CGXError, ConfigError
+from cgx_ray.plan import STEPS_TOGETHER
 
 PERIOD = 4
 
@@ -48,7 +48,9 @@ def _alike(training: _Training) -> bool:
     return torch.equal(least, most)
 
 
-def _steps(training: _Training, step: Callable[[int], object], num_steps: int = FIRST_STEPS + 2 * PERIOD) -> list[int]:
+def _steps(
+    training: _Training, step: Callable[[int], object], num_steps: int = STEPS_TOGETHER + 2 * PERIOD
+) -> list[int]:
     """Return the steps after which ranks are not alike."""
     apart = []
     for number in range(num_steps):
@@ -105,9 +107,7 @@ def _accumulated(rank: int) -> list[int]:
     return _steps(training, step)
 
 
-ALONE = [
-    number for number in range(FIRST_STEPS, FIRST_STEPS + 2 * PERIOD) if (number - FIRST_STEPS) % PERIOD != PERIOD - 1
-]
+ALONE = [STEPS_TOGETHER + number for number in range(2 * PERIOD) if number % PERIOD != PERIOD - 1]
 USES: dict[str, Callable[[int], list[int]]] = {
     "fused": partial(_plain, make=partial(torch.optim.AdamW, lr=0.01, fused=True)),
     "foreach, amsgrad": partial(_plain, make=partial(torch.optim.Adam, lr=0.01, foreach=True, amsgrad=True)),
@@ -130,7 +130,7 @@ def test_rounds_end_with_the_optimizers_step_however_a_model_is_trained() -> Non
 def test_optimizers_that_take_turns_end_rounds_in_the_next_forward_pass() -> None:
     found, other = run_ranks(2, _two_optimizers)
     assert found == other
-    assert set(found) <= set(range(FIRST_STEPS, FIRST_STEPS + 2 * PERIOD))
+    assert set(found) <= set(range(STEPS_TOGETHER, STEPS_TOGETHER + 2 * PERIOD))
     assert set(ALONE) <= set(found)
 
 
@@ -138,7 +138,7 @@ def _ended(rank: int) -> list[bool]:
     training = _Training(rank, period=100)
     optimizer = torch.optim.SGD(training.model.parameters(), lr=0.01)
     found = []
-    for number in range(FIRST_STEPS + 3):
+    for number in range(STEPS_TOGETHER + 3):
         optimizer.zero_grad()
         training.backward(number)
         optimizer.step()
@@ -158,11 +158,11 @@ def _sampled(rank: int) -> tuple[Any, Any]:
     training = _Training(rank)
     optimizer = torch.optim.SGD(training.model.parameters(), lr=0.01)
     samples = []
-    for number in range(FIRST_STEPS + PERIOD):
+    for number in range(STEPS_TOGETHER + PERIOD):
         optimizer.zero_grad()
         training.backward(number)
         optimizer.step()
-        if number in (FIRST_STEPS - 1, FIRST_STEPS + PERIOD - 1):
+        if number in (STEPS_TOGETHER - 1, STEPS_TOGETHER + PERIOD - 1):
             samples.append(training.attachment.last_step)
     training.attachment.close()
     return samples[0], samples[1]
@@ -171,7 +171,7 @@ def _sampled(rank: int) -> tuple[Any, Any]:
 def test_a_sample_of_a_round_is_its_mean_step() -> None:
     for before, alone in run_ranks(2, _sampled):
         assert (before.num_steps, alone.num_steps) == (1, PERIOD)
-        assert alone.step == FIRST_STEPS + PERIOD - 1
+        assert alone.step == STEPS_TOGETHER + PERIOD - 1
         assert alone.wire_bytes == round(before.wire_bytes / PERIOD)
         assert sum(one.sent_bytes for one in alone.transfers) == before.wire_bytes
         assert alone.dense_bytes == before.dense_bytes
@@ -180,13 +180,13 @@ def test_a_sample_of_a_round_is_its_mean_step() -> None:
 def _broken(rank: int) -> tuple[str, bool]:
     training = _Training(rank)
     optimizer = torch.optim.SGD(training.model.parameters(), lr=0.01)
-    for number in range(FIRST_STEPS + PERIOD):
+    for number in range(STEPS_TOGETHER + PERIOD):
         optimizer.zero_grad()
         training.backward(number)
         last = next(iter(training.model.parameters()))
-        if rank == 1 and number == FIRST_STEPS + 1:
+        if rank == 1 and number == STEPS_TOGETHER + 1:
             last.grad = torch.full_like(last, float("nan"))
-        if number == FIRST_STEPS + PERIOD - 1:
+        if number == STEPS_TOGETHER + PERIOD - 1:
             with pytest.raises(CGXError) as raised:
                 optimizer.step()
         else:
@@ -212,10 +212,10 @@ def _refused(rank: int, what: str) -> str:
     optimizer = torch.optim.SGD(training.model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     message = ""
-    for number in range(FIRST_STEPS + 1):
+    for number in range(STEPS_TOGETHER + 1):
         optimizer.zero_grad()
         try:
-            if what == "join" and number == FIRST_STEPS:
+            if what == "join" and number == STEPS_TOGETHER:
                 with training.model.join():
                     training.backward(number)
             elif what == "scaler":

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from cgx_ray.engine.period.rounds import FIRST_STEPS
+from cgx_ray.plan import STEPS_TOGETHER
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -27,7 +27,7 @@ class Case:
     scheme: str | None = None
     period: int = 4
     optimizer: str = "sgd"
-    num_steps: int = FIRST_STEPS + 12
+    num_steps: int = STEPS_TOGETHER + 12
     dtype: torch.dtype = torch.float32
 
 
@@ -97,15 +97,15 @@ def test_ranks_are_alike_after_each_round_and_only_then(num_ranks: int) -> None:
             assert not isinstance(result, Exception), (case, result)
         by_step = zip(*(parameters for parameters, _ in results), strict=True)
         alike = [step for step, of_ranks in enumerate(by_step) if all(one == of_ranks[0] for one in of_ranks)]
-        rounds = range(FIRST_STEPS + case.period - 1, case.num_steps, case.period)
-        assert alike == [*range(FIRST_STEPS), *rounds], case
+        rounds = range(STEPS_TOGETHER + case.period - 1, case.num_steps, case.period)
+        assert alike == [*range(STEPS_TOGETHER), *rounds], case
         assert len({rate for _, rates in results for rate in rates}) == 1
 
 
 def _expected(num_ranks: int, num_alone: int) -> Tensor:
     """Return parameters in float64: SGD with the ranks' mean gradients, then alone, then their mean."""
     models = [_model(torch.float64) for _ in range(num_ranks)]
-    for step in range(FIRST_STEPS + num_alone):
+    for step in range(STEPS_TOGETHER + num_alone):
         gradients = []
         for rank, model in enumerate(models):
             x_BI, y_B1 = _batch(rank, step, torch.float64)
@@ -113,7 +113,7 @@ def _expected(num_ranks: int, num_alone: int) -> Tensor:
             gradients.append(torch.autograd.grad(loss, list(model.parameters())))
         means = [torch.stack(same).mean(0) for same in zip(*gradients, strict=True)]
         for model, own in zip(models, gradients, strict=True):
-            for parameter, gradient in zip(model.parameters(), means if step < FIRST_STEPS else own, strict=True):
+            for parameter, gradient in zip(model.parameters(), means if step < STEPS_TOGETHER else own, strict=True):
                 parameter.data -= 0.05 * gradient
     return torch.tensor([_flat(model) for model in models], dtype=torch.float64).mean(0)
 
@@ -123,7 +123,7 @@ SCHEMES = ("dense", "sra", "allgather", "ring", "tree", "broadcast")
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
 def test_a_round_gives_the_mean_of_what_ranks_make_alone(num_ranks: int) -> None:
-    cases = [Case(scheme=scheme, period=3, num_steps=FIRST_STEPS + 3) for scheme in SCHEMES]
+    cases = [Case(scheme=scheme, period=3, num_steps=STEPS_TOGETHER + 3) for scheme in SCHEMES]
     expected_N = _expected(num_ranks, 3)
     for case, results in zip(cases, run_cases(num_ranks, [partial(_train, case=c) for c in cases]), strict=True):
         assert not isinstance(results[0], Exception), (case, results[0])
@@ -148,15 +148,17 @@ def _resumed(rank: int, states: list[tuple[Any, Any, Any]] | None, steps: range,
     return state, _flat(model)
 
 
-@pytest.mark.parametrize("stop", [FIRST_STEPS - 3, FIRST_STEPS + 2, FIRST_STEPS + 4], ids=["before", "within", "after"])
+@pytest.mark.parametrize(
+    "stop", [STEPS_TOGETHER - 3, STEPS_TOGETHER + 2, STEPS_TOGETHER + 4], ids=["before", "within", "after"]
+)
 def test_a_checkpoint_within_a_round_goes_on_bit_for_bit(stop: int) -> None:
-    end = FIRST_STEPS + 9
+    end = STEPS_TOGETHER + 9
     whole = run_ranks(2, _resumed, None, range(end), 4)
     first = run_ranks(2, _resumed, None, range(stop), 4)
     rest = run_ranks(2, _resumed, [state for state, _ in first], range(stop, end), 4)
     assert [parameters for _, parameters in rest] == [parameters for _, parameters in whole]
     # Within a round, ranks hold other parameters: nothing was averaged to save them.
-    assert (whole[0][1] == whole[1][1]) == ((end - FIRST_STEPS) % 4 == 0)
+    assert (whole[0][1] == whole[1][1]) == ((end - STEPS_TOGETHER) % 4 == 0)
 
 
 def _switched(rank: int) -> tuple[list[list[float]], list[int], int]:
