@@ -139,10 +139,8 @@ class Engine:
 
         Raises the error that stopped the engine, or what has made another rank disconnect.
         """
-        if self._failure is None and self._transport.has_given_up:
-            raise self._transport.explained(RuntimeError("ranks have disconnected"))
-        if self._failure is not None:
-            raise self._failure
+        if self._failure is not None or self._transport.has_given_up:
+            raise self._failure or self._transport.explained(RuntimeError("ranks have disconnected"))
         self.step += 1
 
     def watched(self, work: dist.Work) -> VendorCall:
@@ -414,9 +412,9 @@ class Engine:
     def _measure(self, step: StepRun, began_s: float, ended_s: float, loss: float | None, lr: float | None) -> None:
         finish_s = step.meter.finish() if step.meter is not None else 0.0
         with self.telemetry.optional("times, bytes and gains", step.number):
-            pauses = self._banks.last.pauses
-            between_s = pauses.add_step(step.first_arrival - began_s, step.last_arrival - step.first_arrival)
-            began_s += between_s
+            before_s, backward_s = step.first_arrival - began_s, step.last_arrival - step.first_arrival
+            between_s = self._banks.last.pauses.add_step(before_s, backward_s)
+            began_s, between_s = began_s + between_s, between_s / step.num_steps
             if step.meter is not None:
                 # As if the step had waited for `finish`.
                 self._gains.charge(step.number, ended_s - began_s + finish_s, step.meter.seconds)

@@ -37,9 +37,11 @@ class Fidelity(StrEnum):
 PERIOD_LOSSES: Mapping[int, float] = {2: 1.008, 4: 1.012, 8: 1.022, 16: 1.035, 32: 1.06}
 
 
-def kept_by(period: int) -> float:
-    """Return dense's loss over that of ranks that average every `period` steps, as the progress of such a step."""
-    return 1 / PERIOD_LOSSES.get(period, max(PERIOD_LOSSES.values())) if period > 1 else 1.0
+def period_loss(period: int) -> float:
+    """Return the loss over dense's of ranks that average every `period` steps: that of the next longer one measured."""
+    if period == 1:
+        return 1.0
+    return min((loss for known, loss in PERIOD_LOSSES.items() if known >= period), default=max(PERIOD_LOSSES.values()))
 
 
 def periods_of(fidelity: Fidelity | str) -> tuple[int, ...]:
@@ -84,8 +86,7 @@ def describe_costs(codecs: Iterable[CodecSpec], period: int = 1) -> str:
     allowed = codecs_of(Fidelity.STRICT)
     costs = [_describe_cost(codec) for codec in dict.fromkeys(codecs) if codec not in allowed]
     if period > 1:
-        loss = PERIOD_LOSSES.get(period, max(PERIOD_LOSSES.values())) - 1
-        costs.append(f"an exchange every {period} steps was measured to end {loss:.1%} above dense's loss")
+        costs.append(f"an exchange every {period} steps was measured to end {period_loss(period) - 1:.1%} above dense")
     return "; ".join(costs)
 
 

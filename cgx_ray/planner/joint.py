@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import DEFAULT_GROUP_BYTES, DENSE, NONE, Intra, Option
+from cgx_ray.plan import DEFAULT_GROUP_BYTES, DENSE, NONE, Intra, Option, Scheme
 from cgx_ray.planner.chain import FoundGroups, LayerChain
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
 
@@ -19,6 +19,7 @@ TIE = 1e-9
 # Share by which a simulated step may be longer than the model's before the search is repeated: less is not worth the
 # time.
 MAX_ERROR = 0.01
+_UNCOMPRESSED = Option(codec=NONE, scheme=Scheme.SRA)
 # Factor by which links and codecs may take longer than measured before a step that compute bounds takes longer, where
 # groups allow: real steps share processors and links with more than the model knows.
 SLACK = 1.5
@@ -115,6 +116,24 @@ def best_plan(
         dense = predict(measured, dense_groups)
         best = dense if best.is_dense else best
     return BestPlan(best=best, dense=dense, gap=max(0.0, 1 - bound / best.score) if best.score > 0 else 0.0)
+
+
+def best_round(
+    measured: Measured, options: Iterable[Option], period: int, *, min_gain: float = 0.0
+) -> tuple[PlannedGroup, ...]:
+    """Return the groups with the least seconds / efficiency if ranks train alone for `period` steps in between.
+
+    All groups are ready at once, when the steps are computed: so it is `best_plan` of a step with that compute.
+    """
+    return as_round(best_plan(measured.of_round(period), options, min_gain=min_gain).best.groups, period)
+
+
+def as_round(groups: Iterable[PlannedGroup], period: int) -> tuple[PlannedGroup, ...]:
+    """Return `groups` with another period. Dense ones go over sra: in 2 hops, where the vendor's ring takes 2(N-1)."""
+    return tuple(
+        group._replace(period=period, option=_UNCOMPRESSED if group.option == DENSE else group.option)
+        for group in groups
+    )
 
 
 def _polished(

@@ -15,7 +15,7 @@ from cgx_ray.plan import DENSE, NONE, CodecSpec, GroupPlan, Layer, Option, Plan
 from cgx_ray.planner.bits import QSGD, LayerErrors
 from cgx_ray.planner.candidates import CodecCost, codec_cost_of, efficiency, host_name
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.fidelity import kept_by
+from cgx_ray.planner.fidelity import period_loss
 from cgx_ray.planner.legs import EncodesOn, copy_s, exchange_stages, legs
 from cgx_ray.planner.scheme_costs import cost_of_scheme
 from cgx_ray.planner.timeline import Stage, StepPart, Timeline, simulate
@@ -192,10 +192,9 @@ class PlannedGroup(NamedTuple):
 class Prediction:
     """Predicted step with given groups. With a period of more than 1, the mean step of a round.
 
-    timeline    the step as the engine runs it, groups side by side, up to its last exchange; the whole round if ranks
-                train alone in between
+    timeline    the step as the engine runs it, groups side by side, up to its last exchange
     compute_s   seconds of the step without any exchange
-    after_s     the part of `compute_s` after the last exchange of the timeline
+    after_s     the part of `compute_s` after the last exchange
     codec_s     seconds of encoding and decoding on one rank, hidden or not
     efficiency  share of a dense step's progress: that of the groups' options, weighted by the elements that layers
                 count as (`Measured.counted_numel`); None if one of the gains is unknown. Fixed groups count as dense:
@@ -211,7 +210,7 @@ class Prediction:
 
     @property
     def step_s(self) -> float:
-        return self.timeline.finish_s / self.period + self.after_s
+        return self.timeline.finish_s + self.after_s
 
     @property
     def period(self) -> int:
@@ -274,17 +273,8 @@ def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
     So a step of many groups tends to the longest of compute, codec and network, plus what nothing hides of one group.
     With a period, all groups begin together when the steps of a round have been computed, see `Measured.of_round`.
     """
-    period = period_of(groups)
-    if period > 1:
-        whole = predict(measured.of_round(period), [group._replace(period=1) for group in groups])
-        kept_share = whole.efficiency * kept_by(period) if whole.efficiency is not None else None
-        return replace(
-            whole,
-            groups=tuple(groups),
-            compute_s=measured.compute_s,
-            codec_s=whole.codec_s / period,
-            efficiency=kept_share,
-        )
+    if (period := period_of(groups)) > 1:
+        return _mean_step(predict(measured.of_round(period), [one._replace(period=1) for one in groups]), period)
     under = {option: _Under.of(option, measured) for option in {group.option for group in groups}}
     waits_s: list[float] = []
     works: list[_GroupWork] = []
@@ -305,6 +295,18 @@ def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
         after_s=measured.after_s,
         codec_s=sum(work.codec_s for work in works),
         efficiency=_efficiency(known, sum(group.numel for group in groups)) if len(known) == len(kept) else None,
+    )
+
+
+def _mean_step(whole: Prediction, period: int) -> Prediction:
+    """Return the mean step of a round of `period` steps, which `whole` predicts as one step."""
+    return Prediction(
+        groups=tuple(group._replace(period=period) for group in whole.groups),
+        timeline=whole.timeline.shared_by(period),
+        compute_s=whole.compute_s / period,
+        after_s=whole.after_s / period,
+        codec_s=whole.codec_s / period,
+        efficiency=whole.efficiency / period_loss(period) if whole.efficiency is not None else None,
     )
 
 

@@ -6,7 +6,7 @@ The result says when the step ends, which stages are on the critical path, and w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
@@ -56,6 +56,11 @@ class Stage:
     def duration_s(self) -> float:
         """Seconds of the stage, if it does not have to wait for the one before it."""
         return max(self.busy_s.values(), default=0.0) + self.latency_s
+
+    def shared_by(self, num: int) -> Stage:
+        """Return the stage with its `num`-th part of all times."""
+        busy_s = {resource: seconds / num for resource, seconds in self.busy_s.items()}
+        return replace(self, busy_s=busy_s, latency_s=self.latency_s / num)
 
 
 class StageSpan(NamedTuple):
@@ -107,6 +112,17 @@ class Timeline:
     def bound_by(self) -> StepPart:
         """Kind of work that takes most of the critical path."""
         return max(self.parts_s, key=lambda part: self.parts_s[part])
+
+    def shared_by(self, num: int) -> Timeline:
+        """Return the mean of `num` steps of which this is the sum."""
+        return Timeline(
+            finish_s=self.finish_s / num,
+            parts_s={part: seconds / num for part, seconds in self.parts_s.items()},
+            backward_s=tuple(seconds / num for seconds in self.backward_s),
+            stages=tuple(tuple(stage.shared_by(num) for stage in own) for own in self.stages),
+            started=[(group, place, start_s / num, end_s / num) for group, place, start_s, end_s in self.started],
+            path=self.path,
+        )
 
 
 def simulate(backward_s: Sequence[float], stages: Sequence[Sequence[Stage]]) -> Timeline:

@@ -54,6 +54,13 @@ _OF_ONE_NETWORK = (
     help="Share of a gradient that a codec keeps; may be repeated.",
 )
 @click.option("--min-gain", default=0.8, show_default=True, help="Leave out codecs that keep less.")
+@click.option(
+    "--period",
+    default="1",
+    show_default=True,
+    metavar="STEPS|auto",
+    help="Steps between exchanges, or the best number.",
+)
 @click.option("--price", type=float, help="US dollars per hour and worker.")
 @click.option("--samples-per-epoch", type=int, help="With --price or --clusters: print the cost of an epoch.")
 @click.option("--sweep", metavar="NAME=LOW..HIGH", help="bandwidth=0.1..25gbps, latency=50us..20ms or workers=2..1024.")

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from cgx_ray.commands.collective import parse_link
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import CodecSpec
+from cgx_ray.plan import CodecSpec, check_period
 from cgx_ray.planner.cost import Link, check_positive
+from cgx_ray.planner.fidelity import PERIOD_LOSSES
 from cgx_ray.planner.models import ModelDescription, load_model
 from cgx_ray.planner.profile import Profile, load_profile
 from cgx_ray.planner.scenario import (
@@ -113,6 +114,7 @@ def read_question(
     profile: Path | None,
     gains: Sequence[str],
     min_gain: float,
+    period: str,
     price: float | None,
     samples_per_epoch: int | None,
     sweep: str | None,
@@ -140,6 +142,7 @@ def read_question(
         codec_costs={codec: cost for codec, cost in measured.codec_costs.items() if codec != "none"},
         gain={**TYPICAL_GAINS, **given},
         min_gain=min_gain,
+        periods=_read_periods(period),
     )
     swept = None if sweep is None else parse_sweep(sweep, ranks_per_node)
     nodes = ranks_per_node if swept is not None and swept.name == "workers" else network.ranks_per_node
@@ -156,6 +159,18 @@ def read_question(
         price=None if price is None else Price(usd_per_hour=price, batch=batch, samples=samples_per_epoch),
         sweep=swept,
     )
+
+
+def _read_periods(text: str) -> tuple[int, ...]:
+    """Return the periods to choose from."""
+    if text == "auto":
+        return (1, *PERIOD_LOSSES)
+    try:
+        period = int(text)
+    except ValueError:
+        raise ConfigError(f"--period {text!r} is not allowed; give a number of steps, or auto") from None
+    check_period(period)
+    return (period,)
 
 
 def _about_compute(model: ModelDescription, gpu: str | None) -> list[str]:
@@ -179,6 +194,9 @@ def _about_codecs(scenario: Scenario, measured: Profile, given: Mapping[str, flo
     dropped = [codec for codec, gain in scenario.gain.items() if gain < scenario.min_gain]
     if dropped:
         assumptions.append(f"{', '.join(dropped)} left out: they keep less than {scenario.min_gain:g} (--min-gain)")
+    if scenario.periods != (1,):
+        lost = ", ".join(f"{loss - 1:.1%} every {period}" for period, loss in PERIOD_LOSSES.items())
+        assumptions.append(f"rarer exchanges cost as much loss as a small GPT's ({lost} steps): see docs/period.md")
     if scenario.too_small:
         largest = max(scenario.model.layers, key=lambda layer: layer.numel)
         assumptions.append(

@@ -25,9 +25,9 @@ class _Sums:
 
     def add_step(self, step: JoinedStep, speed_up: float | None) -> None:
         self.last_step = max(self.last_step, step.step)
-        self._num_steps += 1
+        self._num_steps += step.num_steps
         for name, mean in {"between_s": step.between_s, **step.means}.items():
-            self._parts[name] += mean
+            self._parts[name] += step.num_steps * mean
         for sums, value in ((self._losses, step.loss), (self._speed_ups, speed_up)):
             if value is not None:
                 sums[0] += value

@@ -78,8 +78,8 @@ class Adaptive(Policy):
     min_gain    leaves out codecs whose gain is smaller, up to GAIN_MARGIN. For codecs without error feedback whose loss
                 was measured, dense's loss over theirs takes the place of the gain
     review_s    seconds after a decision until it is asked again without any other cause
-    periods     steps between two exchanges that may be chosen (`engine.period`), of those in `planner.fidelity`.
-                Default: those of the fidelity, and 1 with `candidates`
+    periods     steps between two exchanges that may be chosen besides 1 (`engine.period`), of those in
+                `planner.fidelity`. Default: those of the fidelity, and 1 with `candidates`
     """
 
     fidelity: str = Fidelity.STRICT.value
@@ -153,7 +153,8 @@ class Adaptive(Policy):
         measured = [
             groups
             for groups in planner_input.plan_s
-            if all(group.is_fixed or group.option in usable for group in groups) and period_of(groups) in self._periods
+            if all(group.is_fixed or group.option in usable for group in groups)
+            and period_of(groups) in (1, *self._periods)
         ]
         if not measured:
             return found

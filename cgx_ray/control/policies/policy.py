@@ -28,7 +28,7 @@ from cgx_ray.plan import (
 )
 from cgx_ray.planner.candidates import codec_options
 from cgx_ray.planner.cost import Link
-from cgx_ray.planner.joint import BestPlan, best_plan
+from cgx_ray.planner.joint import BestPlan, as_round, best_plan
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, groups_of, predict
 
 # Searches per network, each of 3 to 260 ms, with thousands of layers 400.
@@ -45,7 +45,6 @@ MAX_SLOWDOWN = 1.03
 # Least improvement of the score, as a fraction, that a change of plan must promise: noise would flip plans otherwise.
 MIN_IMPROVEMENT = 0.05
 DecisionKind = Literal["keep", "replace", "disable"]
-_NONE_SRA = Option(codec=NONE, scheme=Scheme.SRA)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,17 +101,9 @@ class PlannerInput:
 
         The search is that for single steps, whose compute is that of a round.
         """
-        found = []
-        for measured in self.states:
-            for plan in replace(self, dense_groups=())._candidates(measured.of_round(period), options, min_gain):
-                # The vendor's ring takes 2(N-1) hops. Messages take 2, and carry as much.
-                found.append(
-                    tuple(
-                        group._replace(period=period, option=_NONE_SRA if group.option == DENSE else group.option)
-                        for group in plan.best.groups
-                    )
-                )
-        return min(found, key=self.score)
+        alone = replace(self, dense_groups=())
+        found = [plan for state in self.states for plan in alone._candidates(state.of_round(period), options, min_gain)]
+        return min((as_round(plan.best.groups, period) for plan in found), key=self.score)
 
     def _between(self) -> Measured:
         """Return the measurements with the geometric mean of all links."""

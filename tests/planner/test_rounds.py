@@ -1,0 +1,128 @@
+"""Plans of rounds, in which ranks train alone for several steps between two exchanges."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from support.groupings import all_plans
+
+from cgx_ray.control.policies.adaptive import Adaptive
+from cgx_ray.control.policies.policy import PlannerInput, Situation
+from cgx_ray.errors import ConfigError
+from cgx_ray.plan import DENSE, NONE, CodecSpec, Layer, Option, Plan, Scheme, make_plan
+from cgx_ray.planner.candidates import CodecCost
+from cgx_ray.planner.cost import Link, Network
+from cgx_ray.planner.fidelity import PERIOD_LOSSES, Fidelity, period_loss, periods_of
+from cgx_ray.planner.joint import MAX_ERROR, best_round
+from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
+
+QSGD = Option(codec=CodecSpec.parse("qsgd:bits=4"), scheme=Scheme.SRA)
+TOPK = Option(codec=CodecSpec.parse("topk:density=0.01"), scheme=Scheme.ALLGATHER)
+COST = CodecCost(encode_a_s=3e-5, encode_b_s_per_element=5e-10, decode_a_s=1e-5, decode_b_s_per_element=2e-10)
+LAYERS = tuple(Layer(name=f"layer{i}", numel=1 << (18 + i % 3), ndim=2) for i in range(6))
+
+
+def _measured(gbps: float, **changes: object) -> Measured:
+    network = Network(num_nodes=4, ranks_per_node=1, between=Link.from_rates(bandwidth_gbps=gbps, latency_ms=0.5))
+    given = {
+        "layers": LAYERS,
+        "backward_s": (0.02,) * len(LAYERS),
+        "after_s": 0.01,
+        "network": network,
+        "codec_costs": {"qsgd": COST, "topk": COST},
+        "gain": {str(QSGD.codec): 0.99, str(TOPK.codec): 0.9},
+    }
+    return Measured(**{**given, **changes})
+
+
+def _plan(period: int, version: int = 0) -> Plan:
+    return make_plan(LAYERS, version=version, world_size=4, codec=QSGD.codec, scheme=QSGD.scheme, period=period)
+
+
+@pytest.mark.parametrize("period", [2, 8, 32])
+def test_a_step_of_a_round_takes_its_compute_and_its_share_of_the_exchange(period: int) -> None:
+    measured = _measured(0.1)
+    round_ = predict(measured, groups_of(_plan(period), LAYERS))
+    # As if all gradients of a step were there at its end.
+    at_once = replace(measured, backward_s=(measured.compute_s, *[0.0] * (len(LAYERS) - 1)), after_s=0.0)
+    step = predict(at_once, groups_of(_plan(1), LAYERS))
+    assert round_.step_s == pytest.approx(measured.compute_s + (step.step_s - measured.compute_s) / period)
+    assert round_.compute_s == pytest.approx(measured.compute_s)
+    assert math.fsum(round_.timeline.parts_s.values()) == pytest.approx(round_.step_s)
+    assert max(span.end_s for span in round_.timeline.spans) == pytest.approx(round_.step_s)
+    assert round_.codec_s == pytest.approx(step.codec_s / period)
+    assert step.efficiency is not None
+    assert round_.efficiency == pytest.approx(step.efficiency / PERIOD_LOSSES[period])
+    assert round_.plan(version=3, world_size=4).period == period
+    assert round_.describe().endswith(f", every {period} steps")
+
+
+def test_the_best_round_equals_brute_force_over_all_groupings_and_options() -> None:
+    rng = random.Random(0)
+    options = [Option(codec=NONE, scheme=Scheme.SRA), QSGD, TOPK]
+    for _ in range(8):
+        layers = tuple(
+            Layer(name=f"layer{i}", numel=int(10 ** rng.uniform(4, 6.5)), ndim=2) for i in range(rng.randint(1, 4))
+        )
+        measured = _measured(
+            10 ** rng.uniform(-2, 1),
+            layers=layers,
+            backward_s=tuple(rng.uniform(0.001, 0.1) for _ in layers),
+            gain={str(QSGD.codec): rng.uniform(0.9, 1), str(TOPK.codec): rng.uniform(0.3, 1)},
+        )
+        period = rng.choice([2, 4, 8])
+        found = predict(measured, best_round(measured, options, period))
+        scores = [
+            predict(measured, [group._replace(period=period) for group in groups]).score
+            for groups in all_plans(layers, options)
+        ]
+        assert found.score <= min(scores) * (1 + MAX_ERROR)
+        assert DENSE not in found.options
+
+
+def _chosen(policy: Adaptive, measured: Measured, plan: Plan | None = None) -> Prediction:
+    situation = Situation(
+        cause="a test", plan=plan or _plan(1), planner_input=PlannerInput(now=measured, states=[measured])
+    )
+    return policy.decide(situation).predicted
+
+
+def test_rounds_are_chosen_where_the_link_is_slow_and_the_fidelity_allows_them() -> None:
+    periods = {fidelity: _chosen(Adaptive(fidelity=fidelity), _measured(0.01)).period for fidelity in Fidelity}
+    assert periods[Fidelity.STRICT] == 1
+    assert 1 < periods[Fidelity.BALANCED] <= periods[Fidelity.FAST]
+    # Compute bounds steps on a fast link, and rounds only cost progress there.
+    assert _chosen(Adaptive(fidelity="fast"), _measured(100.0)).period == 1
+    assert _chosen(Adaptive(fidelity="strict", periods=(1, 4)), _measured(0.01)).period == 4
+
+
+@pytest.mark.parametrize("period", [8, 16])
+def test_rounds_end_when_gradients_change_fast_or_they_may_not_be_chosen(period: int) -> None:
+    plan, slow = _plan(period), _measured(0.01)
+    assert _chosen(Adaptive(periods=(period,)), slow, plan).period == period
+    assert _chosen(Adaptive(periods=(1, period)), replace(slow, is_settled=False), plan).period == 1
+    assert _chosen(Adaptive(), slow, plan).period == 1
+
+
+def _expected(fidelity: str) -> Sequence[int]:
+    level = Fidelity(fidelity)
+    return [period for period in PERIOD_LOSSES if level is Fidelity.FAST or PERIOD_LOSSES[period] <= level.max_loss]
+
+
+def test_a_fidelity_allows_the_periods_that_were_measured_to_cost_no_more() -> None:
+    assert periods_of("strict") == (1,)
+    for fidelity in ("balanced", "fast"):
+        assert periods_of(fidelity) == (1, *_expected(fidelity))
+    assert period_loss(1) == 1.0
+    losses = [period_loss(period) for period in range(1, 100)]
+    assert losses == sorted(losses)
+
+
+@pytest.mark.parametrize("periods", [3, (3,), (0,), "auto"])
+def test_periods_that_were_not_measured_are_refused(periods: object) -> None:
+    with pytest.raises(ConfigError, match="such as \\(1, 4, 8\\)"):
+        Adaptive(periods=periods)  # type: ignore[arg-type]
