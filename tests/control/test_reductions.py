@@ -49,6 +49,7 @@ def _samples(draw: st.DrawFn) -> list[StepSample]:
             rank=rank,
             step=7,
             plan_version=3,
+            num_steps=8,
             step_s=compute_s + draw(POSITIVE),
             between_s=draw(st.just(0.0) | POSITIVE),
             compute_s=compute_s,
@@ -144,6 +145,7 @@ EXPECTED: dict[str, Callable[[Samples], Any]] = {
     "error_bits": lambda samples: next((one.error_bits for one in samples if one.layer_errors), None),
     "loss": _over_known("loss", np.mean),
     "lr": _over_known("lr", np.median),
+    "num_steps": lambda samples: 8,
     "num_local": lambda samples: 2 if all(one.num_local == 2 for one in samples) else 1,
     "inside": lambda samples: max(
         (one.inside for one in samples if one.inside), key=lambda link: link.beta_s_per_byte, default=None

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import cgx_ray
-from cgx_ray.codecs.codec import KINDS
-from cgx_ray.session.states import STATE_FORMAT, named_as, state_of
+from cgx_ray.session.states import STATE_FORMAT, named_as, no_memory, state_of
 
 
 def _bad_states(rank: int) -> list[str]:
@@ -50,7 +49,7 @@ def test_states_that_are_incomplete_not_finite_or_of_another_model_or_rank_are_r
     assert "ranks [0]" in partial
     assert "no such layer" in foreign
     assert "momentum of 3 elements for layer 'left.weight', the model has 4323" in larger
-    assert "format 1, this version reads 3" in version
+    assert "format 1, this version reads 4" in version
     assert "the state of rank 0 of 2 has residuals of layer 'left.weight' with NaN or Inf" in poisoned
     assert "(it is torch.float64); start from another checkpoint" in wide
     assert "rank 0 of 2 has loss scale inf" in unscaled
@@ -146,10 +145,9 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(codec: str, sch
 
 
 def _state(number: int, **changed: Any) -> dict[str, Any]:
-    memories = {
+    memories = no_memory() | {
         "residuals": {"w": torch.full((3,), float(number))},
         "momentum": {"w": torch.full((3,), -float(number))},
-        "powersgd_q": {},
     }
     head = {"format": STATE_FORMAT, "rank": number, "world_size": 4, "step": 7, "loss_scale": 2.0}
     return {**head, **memories, **changed}
@@ -180,7 +178,7 @@ def test_states_given_in_a_list_are_not_changed() -> None:
         ({"loss_scale": 1.0}, r"\[\(4, 7, 1.0\), \(4, 7, 2.0\)\]"),
         ({"world_size": 3}, r"\[\(3, 7, 2.0\), \(4, 7, 2.0\)\]"),
         ({"rank": 3}, r"got states of ranks \[0, 2, 3, 3\]"),
-        ({"format": 2}, "state has format 2, this version reads 3"),
+        ({"format": 2}, "state has format 2, this version reads 4"),
     ],
 )
 def test_states_that_do_not_belong_together_are_refused(changed: dict[str, Any], says: str) -> None:
@@ -192,7 +190,7 @@ def test_states_that_do_not_belong_together_are_refused(changed: dict[str, Any],
 
 def test_a_worker_that_is_alone_keeps_what_more_ranks_still_owed_for_the_next_checkpoint() -> None:
     def state(rank: int, value: float) -> dict[str, Any]:
-        memories = {kind: {} for kind in KINDS} | {"residuals": {"weight": torch.full((3,), value)}}
+        memories = no_memory() | {"residuals": {"weight": torch.full((3,), value)}}
         return {"format": STATE_FORMAT, "rank": rank, "world_size": 2, "step": 7, "loss_scale": 2.0, **memories}
 
     alone = cgx_ray.attach(torch.nn.Linear(1, 1))

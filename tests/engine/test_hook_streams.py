@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,6 +17,7 @@ from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.engine.step import EarlyGradient, PendingBucket
 from cgx_ray.errors import ConfigError
+from cgx_ray.plan import Layer, Plan
 from cgx_ray.runtime_ext.streams import Mark, Streams
 
 Stream = Any
@@ -55,6 +57,9 @@ class Submitted:
 
     def __init__(self) -> None:
         self.streams, self.step = NamedStreams(), 0
+        self.plan = Plan(version=0, world_size=1, groups=())
+        self.layers: list[Layer] = []
+        self.agreement = SimpleNamespace(weight_check=None)
         self.early: list[EarlyGradient] = []
         self.buckets: list[PendingBucket] = []
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.ray_train.state_files import read_state, state_file, write_state
-from cgx_ray.session.states import STATE_FORMAT
+from cgx_ray.session.states import STATE_FORMAT, no_memory
 
 # Elements of the one layer: 40 MiB, since the C library gives memory back at once from 32 MiB on.
 NUMEL = 10 << 20
@@ -26,7 +26,7 @@ NUM_FILES = 6
 
 
 def _state(rank: int, world_size: int, numel: int = 3, step: int = 7) -> dict[str, Any]:
-    memories = {"residuals": {"w": torch.full((numel,), float(rank))}, "momentum": {}, "powersgd_q": {}}
+    memories = no_memory() | {"residuals": {"w": torch.full((numel,), float(rank))}}
     head = {"format": STATE_FORMAT, "rank": rank, "world_size": world_size, "step": step, "loss_scale": 1.0}
     return {**head, **memories}
 
