@@ -177,13 +177,15 @@ def is_training(out: Path, demo: subprocess.Popen[bytes]) -> bool:
 
 
 def has_workers(out: Path, demo: subprocess.Popen[bytes]) -> bool:
-    return bool(actors_below(demo.pid))
+    """Return whether Ray has started workers, for which all nodes are up."""
+    return "ray::RayTrainWorker" in actors_below(demo.pid)
 
 
 @pytest.mark.parametrize(
     ("arguments", "is_time"),
     [
-        pytest.param([], is_training, marks=NEEDS_LAB, id="training in the lab"),
+        pytest.param([], has_workers, marks=NEEDS_LAB, id="starting in the lab"),
+        pytest.param([], is_training, marks=[NEEDS_LAB, pytest.mark.slow], id="training in the lab"),
         pytest.param(["--simulated-link"], has_workers, marks=pytest.mark.slow, id="starting with a simulated link"),
     ],
 )
