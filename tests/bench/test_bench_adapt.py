@@ -51,7 +51,7 @@ def test_a_bias_of_dense_lengthens_dense_steps_by_as_much() -> None:
 
 def test_a_run_writes_rows_table_and_picture(tmp_path: Path) -> None:
     out, plot = tmp_path / "out.json", tmp_path / "adapt.png"
-    argv = ["adapt", "drop", "bad_plan", "--quick", "--json", str(out), "--plot", str(plot)]
+    argv = ["adapt", "drop", "--quick", "--json", str(out), "--plot", str(plot)]
     result = CliRunner().invoke(bench, argv, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
@@ -62,8 +62,8 @@ def test_a_run_writes_rows_table_and_picture(tmp_path: Path) -> None:
     assert rows["drop_answer"]["ratio"] == min(
         rows["drop_answer"]["value"] / 5, rows["drop_answer_steps"]["value"] / 10
     )
-    assert rows["bad_plan_regret"]["value"] > 0
-    assert all(case in result.output for case in ("drop", "bad_plan"))
+    assert rows["drop_regret"]["value"] > 0
+    assert "drop" in result.output
     assert [row for row in rows.values() if row["met"] is False] == []
     assert imread(plot).shape[2] == 4
 
@@ -74,7 +74,10 @@ def test_an_unknown_case_is_refused_with_the_known_ones() -> None:
     assert "'flapping'" in result.output
 
 
-@pytest.mark.parametrize("name", ["recovery", "less_compute"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("bad_plan", "recovery")]
+
+
+@pytest.mark.parametrize("name", ["less_compute", *SLOW])
 def test_the_loop_answers_what_changes_in_the_simulated_cluster(name: str) -> None:
     rows = measure_adapt(True, [name], lambda part, share: None).rows
     missed = [(row.name, row.value, row.goal) for row in rows if row.met is False]

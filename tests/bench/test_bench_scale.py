@@ -33,7 +33,7 @@ NAMES = [
 def test_a_quick_run_measures_a_real_controller_and_processes_that_agree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure, "QUICK", replace(measure.QUICK, seconds=5.0, num_agreeing=8))
+    monkeypatch.setattr(measure, "QUICK", replace(measure.QUICK, seconds=2.0, num_agreeing=4))
     path = tmp_path / "scale.json"
     done = CliRunner().invoke(bench, ["scale", "--quick", "--json", str(path)])
     assert done.exit_code == 0, done.output

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,28 +64,36 @@ def _run_scheme(
     return results, owed_N if owed_N is not None else torch.zeros(NUMEL)
 
 
-@pytest.mark.parametrize("codec", ["none", "qsgd", "onebit:bucket_size=64"])
+def _check_same_bits(scheme: str, codecs: Sequence[str], *ways: tuple[int, str, int, str]) -> None:
+    """Run the scheme with each codec in two ways, arguments of `_run_scheme` after the codec, and compare the bits."""
+    cases = [partial(_run_scheme, scheme=scheme, codec=codec) for codec in codecs]
+    found = run_ranks(WORLD_OF[scheme], _run_each, [(case, way) for case in cases for way in ways])
+    for rank, results in enumerate(found):
+        for codec, first, second in zip(codecs, results[::2], results[1::2], strict=True):
+            (averages, owed_N), (other_averages, other_owed_N) = first, second
+            equal = [torch.equal(a, b) for a, b in zip(averages, other_averages, strict=True)]
+            assert all(equal), (codec, rank, equal)
+            assert torch.equal(owed_N, other_owed_N), (codec, rank)
+
+
+def _run_each(rank: int, cases: Sequence[tuple[Callable[..., Any], tuple[int, str, int, str]]]) -> list[Any]:
+    names = ("piece_bytes", "kind", "num_steps", "device")
+    return [case(rank, **dict(zip(names, way, strict=True))) for case, way in cases]
+
+
 @pytest.mark.parametrize("scheme", WORLD_OF)
-def test_payloads_on_another_device_than_their_messages_change_no_bit(codec: str, scheme: str) -> None:
+def test_payloads_on_another_device_than_their_messages_change_no_bit(scheme: str) -> None:
     # "cpu:0" is the same memory, but not the device of messages, so payloads are copied as from a GPU.
-    host, device = (
-        run_ranks(WORLD_OF[scheme], _run_scheme, scheme, codec, CUT, "tcp", 2, at) for at in ("cpu", "cpu:0")
-    )
-    for (averages, owed_N), (copied_averages, copied_owed_N) in zip(host, device, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(averages, copied_averages, strict=True))
-        assert torch.equal(owed_N, copied_owed_N)
+    codecs = ["none", "qsgd", "onebit:bucket_size=64"]
+    _check_same_bits(scheme, codecs, (CUT, "tcp", 2, "cpu"), (CUT, "tcp", 2, "cpu:0"))
 
 
-@pytest.mark.parametrize("codec", ["none", "bf16", "qsgd:bits=4,rounding=nearest"])
 @pytest.mark.parametrize(
     ("scheme", "kind"), [("sra", "gloo"), ("sra", "shm"), *((scheme, "tcp") for scheme in WORLD_OF)]
 )
-def test_pieces_change_no_bit_where_no_random_numbers_are_drawn(codec: str, scheme: str, kind: str) -> None:
-    whole = run_ranks(WORLD_OF[scheme], _run_scheme, scheme, codec, WHOLE, kind, 3)
-    cut = run_ranks(WORLD_OF[scheme], _run_scheme, scheme, codec, CUT, kind, 3)
-    for (averages, owed_N), (cut_averages, cut_owed_N) in zip(whole, cut, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(averages, cut_averages, strict=True))
-        assert torch.equal(owed_N, cut_owed_N)
+def test_pieces_change_no_bit_where_no_random_numbers_are_drawn(scheme: str, kind: str) -> None:
+    codecs = ["none", "bf16", "qsgd:bits=4,rounding=nearest"]
+    _check_same_bits(scheme, codecs, (WHOLE, kind, 3, "cpu"), (CUT, kind, 3, "cpu"))
 
 
 def _average_exactly(rank: int, scheme: str) -> torch.Tensor:

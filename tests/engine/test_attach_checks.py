@@ -280,3 +280,36 @@ def _wait_too_long(rank: int) -> str:
 def test_an_error_in_the_wait_for_a_bucket_is_raised_in_training() -> None:
     for said in run_ranks(2, _wait_too_long):
         assert "OverflowError" in said
+
+
+def _alone(rank: int) -> list[list[str]]:
+    """Return the hashes of weights after each step, of a model that was attached and of one that was not."""
+    hashes = []
+    for is_attached in (True, False):
+        model = DistributedDataParallel(Branches())
+        if is_attached:
+            cgx_ray.attach(model, codec="topk:density=0.05")
+        hashes.append(train(model, rank, range(3)))
+    return hashes
+
+
+def test_one_rank_trains_as_if_nothing_was_attached() -> None:
+    # As a Ray run of one worker does in `make test-faults`.
+    ((attached, plain),) = run_ranks(1, _alone)
+    assert attached == plain
+
+
+def _attach_without_config(rank: int) -> list[str]:
+    lines = ranks.log_lines()
+    with pytest.MonkeyPatch.context() as patch:
+        # A worker of a real TorchTrainer attaches without a config in `make test-faults`.
+        patch.setattr("cgx_ray.session.attach._is_ray_train_worker", lambda: True)
+        cgx_ray.attach(DistributedDataParallel(Branches())).close()
+        cgx_ray.attach(DistributedDataParallel(Branches()), codec="qsgd").close()
+    return [line for line in lines if "without CGXConfig" in line]
+
+
+def test_the_first_of_the_ranks_names_a_config_that_was_forgotten() -> None:
+    first, second = run_ranks(2, _attach_without_config)
+    assert len(first) == 1, first
+    assert second == []

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.branches import Branches, batch
-from support.ranks import run_ranks
+from support.ranks import run_cases, run_ranks
 from support.sharded import (
     BITS8,
     backward,
@@ -65,14 +66,18 @@ def _second_if_even(parameter: nn.Parameter) -> Shard:
     return Shard(1 if parameter.ndim > 1 and parameter.shape[1] % 4 == 0 else 0)
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "num_replicas", "dim"), [(2, 1, 0), (3, 1, 0), (4, 1, 0), (4, 1, 1), (4, 2, 0), (6, 3, 0)]
-)
-@pytest.mark.parametrize("codec", ["none", "qsgd:bits=4", "qsgd:bits=8,rounding=nearest"])
-def test_every_shard_is_the_mean_within_the_error_of_the_codec(
-    codec: str, num_ranks: int, num_replicas: int, dim: int
-) -> None:
-    results = run_ranks(num_ranks, _reduced, codec, num_replicas, dim)
+REDUCED = ("none", "qsgd:bits=4", "qsgd:bits=8,rounding=nearest")
+
+
+@pytest.mark.parametrize(("num_ranks", "num_replicas", "dim"), [(2, 1, 0), (3, 1, 0), (4, 1, 1), (4, 2, 0), (6, 3, 0)])
+def test_every_shard_is_the_mean_within_the_error_of_the_codec(num_ranks: int, num_replicas: int, dim: int) -> None:
+    cases = [partial(_reduced, codec=codec, num_replicas=num_replicas, dim=dim) for codec in REDUCED]
+    for codec, results in zip(REDUCED, run_cases(num_ranks, cases), strict=True):
+        _check_shards(codec, num_replicas, results)
+
+
+def _check_shards(codec: str, num_replicas: int, results: list[Any]) -> None:
+    assert all(isinstance(result, tuple) for result in results), results
     spec = CodecSpec.parse(codec)
     # Values are from -64 to 64, with bounds rounded outwards to bfloat16. Each encoding adds an error of a little more
     # than one step of the grid: one encoding in FSDP2, and two more between replicas.
@@ -84,7 +89,7 @@ def test_every_shard_is_the_mean_within_the_error_of_the_codec(
         # Sums of integers are exact. Only the divisions, by shards and by replicas, round.
         atol = 64 * 2**-23 + (0 if is_small else num_encodings * step)
         for _, averages in results:
-            torch.testing.assert_close(averages[layer].double(), mean, rtol=0, atol=atol)
+            torch.testing.assert_close(averages[layer].double(), mean, rtol=0, atol=atol, msg=lambda t: f"{codec}: {t}")
 
 
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -139,22 +144,24 @@ def _beside_plain(rank: int, variant: str, num_replicas: int, parameters: str | 
 
 
 @pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (4, 2)])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_without_a_codec_it_trains_bit_for_bit_like_plain_fsdp2(
-    variant: str, num_ranks: int, num_replicas: int
-) -> None:
+def test_without_a_codec_it_trains_bit_for_bit_like_plain_fsdp2(num_ranks: int, num_replicas: int) -> None:
     # Two summands have only one order of addition.
-    differences = run_ranks(num_ranks, _beside_plain, variant, num_replicas, "none" if num_ranks == 2 else None)
-    assert differences == [0.0] * num_ranks
+    parameters = "none" if num_ranks == 2 else None
+    cases = [
+        partial(_beside_plain, variant=variant, num_replicas=num_replicas, parameters=parameters)
+        for variant in VARIANTS
+    ]
+    differences = dict(zip(VARIANTS, run_cases(num_ranks, cases), strict=True))
+    assert differences == dict.fromkeys(VARIANTS, [0.0] * num_ranks)
 
 
-def _losses(rank: int, num_replicas: int) -> tuple[dict[str, float], list[str]]:
+def _losses(rank: int, num_replicas: int, kinds: list[tuple[str, str | None]]) -> tuple[dict[str, float], list[str]]:
     """Return by codec and parameter codec the loss on fresh data after training, and digests of this rank's shards."""
     mesh = make_mesh(num_replicas)
     target = torch.randn(33, 33, generator=torch.Generator().manual_seed(5)) / 33**0.5
     fresh_BD = torch.randn(256, 33, generator=torch.Generator().manual_seed(6))
     losses, digests = {}, []
-    for codec, parameters in [("dense", None), *LIMITS]:
+    for codec, parameters in [("dense", None), *kinds]:
         model = fully_shard(Branches(), mesh=mesh)
         attachment = cgx_ray.attach(model, codec=codec, parameters=parameters) if codec != "dense" else None
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -184,9 +191,23 @@ LIMITS = {
 }
 
 
-@pytest.mark.parametrize(("num_ranks", "num_replicas"), [pytest.param(3, 1, marks=pytest.mark.slow), (4, 2)])
-def test_codecs_train_about_as_well_as_plain_fsdp2(num_ranks: int, num_replicas: int) -> None:
-    results = run_ranks(num_ranks, _losses, num_replicas)
+# For `make test`: gradients and parameters compressed, and residuals.
+FEW = [("qsgd", BITS8), ("ef_signsgd", None)]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_replicas", "kinds"),
+    [
+        pytest.param(3, 1, [*LIMITS], marks=pytest.mark.slow),
+        pytest.param(4, 2, [*LIMITS], marks=pytest.mark.slow),
+        (4, 2, FEW),
+    ],
+    ids=["3 ranks", "4 ranks", "4 ranks, few"],
+)
+def test_codecs_train_about_as_well_as_plain_fsdp2(
+    num_ranks: int, num_replicas: int, kinds: list[tuple[str, str | None]]
+) -> None:
+    results = run_ranks(num_ranks, _losses, num_replicas, kinds)
     losses, digests = results[0]
     num_shards = num_ranks // num_replicas
     for rank, (other_losses, other_digests) in enumerate(results):
@@ -217,14 +238,16 @@ def _sent_and_owed(rank: int, codec: str, num_replicas: int) -> tuple[torch.Tens
 NUM_REPEATS = 5
 
 
-@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (3, 1), (4, 2), (6, 3)])
-@pytest.mark.parametrize("codec", ["ef_signsgd", "qsgd:bits=2,rounding=nearest"])
-def test_what_was_applied_and_the_mean_of_what_is_owed_add_up(codec: str, num_ranks: int, num_replicas: int) -> None:
-    results = run_ranks(num_ranks, _sent_and_owed, codec, num_replicas)
-    owed = torch.stack([owed for _, owed, _ in results]).mean(0)
-    mean = torch.stack([gradient for _, _, gradient in results]).mean(0)
-    assert owed.abs().max() > 0.1
-    torch.testing.assert_close(results[0][0] + owed, NUM_REPEATS * mean, rtol=0, atol=1e-4)
+@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (3, 1), (6, 3)])
+def test_what_was_applied_and_the_mean_of_what_is_owed_add_up(num_ranks: int, num_replicas: int) -> None:
+    codecs = ("ef_signsgd", "qsgd:bits=2,rounding=nearest")
+    cases = [partial(_sent_and_owed, codec=codec, num_replicas=num_replicas) for codec in codecs]
+    for codec, results in zip(codecs, run_cases(num_ranks, cases), strict=True):
+        assert all(isinstance(result, tuple) for result in results), results
+        owed = torch.stack([owed for _, owed, _ in results]).mean(0)
+        mean = torch.stack([gradient for _, _, gradient in results]).mean(0)
+        assert owed.abs().max() > 0.1, codec
+        torch.testing.assert_close(results[0][0] + owed, NUM_REPEATS * mean, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((7, 3), 0), ((2, 5), 0), ((3,), 0), ((5, 12), 1)])

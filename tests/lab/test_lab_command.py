@@ -139,20 +139,20 @@ def assert_ends(up: str, host: int, before: set[str]) -> None:
 def test_torchrun_needs_no_options(up, tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(
-        "import torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "x = torch.ones(10) + dist.get_rank()\n"
-        "dist.all_reduce(x)\n"
-        "print('sum', int(x[0]), flush=True)\n"
-        "dist.destroy_process_group()\n"
+        "import os, socket\n"
+        "rank, size, master, port = (os.environ[f] for f in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'))\n"
+        "socket.create_connection((master, int(port)), timeout=60).close()\n"
+        "print(f'rank {rank} of {size} reaches {master}', flush=True)\n"
     )
     done = call("run", up, sys.executable, "-m", "torch.distributed.run", str(script))
     assert done.exit_code == 0, done.output
     lines = done.output.splitlines()
-    assert "[0] sum 3" in lines
-    assert "[1] sum 3" in lines
+    # Both torchruns have met, so ranks differ, and the store of rank 0's host answers to both. Importing torch in ranks
+    # would show no more.
+    assert {line.partition("] ")[2] for line in lines} >= {f"rank {rank} of 2 reaches 10.77.0.1" for rank in (0, 1)}
 
 
+@pytest.mark.slow  # `make demo` trains on such nodes, and its Ctrl-C test ends them
 @NEEDS_LAB
 def test_a_ray_job_sees_a_node_in_every_host_and_all_of_it_ends(up):
     before = [pids_in(up, host) for host in (0, 1)]

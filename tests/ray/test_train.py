@@ -274,6 +274,10 @@ def test_ranks_with_different_weights_end_the_training_and_the_journal_says_why(
     assert sorted((fault["rank"], fault["step"]) for fault in faults) == [(rank, 16) for rank in range(2)]
 
 
+# In `make test`, ranks without Ray train alone and over the backend: test_backend_lifetime.py, test_fsdp_attach.py.
+SHORT = pytest.mark.slow
+
+
 def train_shortly(folder: Path, name: str, function: Any, config: dict[str, Any], torch_config: TorchConfig) -> None:
     """Train for a few steps on `config["workers"]` workers."""
     TorchTrainer(
@@ -301,10 +305,12 @@ def short_runs(cluster: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@SHORT
 def test_world_size_one_trains_as_if_nothing_was_attached(short_runs: Path) -> None:
     assert len((short_runs / "rank0-from0.jsonl").read_text().splitlines()) == 6
 
 
+@SHORT
 def test_a_script_without_a_word_of_cgx_ray_trains_over_its_backend(short_runs: Path) -> None:
     first, second = (json.loads((short_runs / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first["backend"] == "cgx"
@@ -319,6 +325,7 @@ def said_by_workers(cluster: Path, text: str) -> int:
     return sum(path.read_text().count(text) for path in (cluster / "logs").glob("worker-*.err"))
 
 
+@SHORT
 @pytest.mark.usefixtures("short_runs")
 def test_a_config_that_was_forgotten_is_named_once_in_the_log(cluster: Path) -> None:
     assert said_by_workers(cluster, "without CGXConfig") == 1
