@@ -25,8 +25,7 @@ TORCHRUN = "python -m torch.distributed.run --standalone --nproc-per-node 2"
 SENT = r"(?P<less>[\d.,]+) MB of (?P<more>[\d.,]+) MB"
 EVENTS = {"start", "decision", "outcome", "progress", "end"}
 DIGITS = r"accuracy [789]\d\.\d%, (?P<{}>[\d,]+) bytes sent per step and rank\n"
-# Jobs are for `make test-faults`. In `make test`, test_wheel.py runs the wheel where cgx_ray is not,
-# test_driver_ends.py ends a driver, and test_train.py has runs with checkpoints and a journal.
+# In `make test` one job is started, and stopped; the others are in `make test-faults`.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +148,6 @@ def test_a_job_with_a_wrong_argument_fails_with_our_message(jobs: Jobs) -> None:
     assert "failed" in done.stdout
 
 
-@pytest.mark.slow
 def test_a_stopped_job_leaves_checkpoints_with_residuals_and_a_journal_and_nothing_else(
     jobs: Jobs, tmp_path: Path
 ) -> None:
