@@ -13,6 +13,7 @@ Levels are made of the codecs that come with cgx_ray; others are chosen by name,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
@@ -42,6 +43,12 @@ def period_loss(period: int) -> float:
     if period == 1:
         return 1.0
     return min((loss for known, loss in PERIOD_LOSSES.items() if known >= period), default=max(PERIOD_LOSSES.values()))
+
+
+def loss_of(codec: CodecSpec, period: int) -> float:
+    """Return the measured loss over dense's of `codec` in rounds of `period` steps: the product. Infinite if unknown."""
+    cost = codec.record.losses.get(str(codec))
+    return period_loss(period) * (cost.worst if cost is not None else 1.0 if codec == NONE else math.inf)
 
 
 def periods_of(fidelity: Fidelity | str) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Layer, Option, Plan, Scheme, make_plan
 from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.fidelity import PERIOD_LOSSES, Fidelity, period_loss, periods_of
+from cgx_ray.planner.fidelity import PERIOD_LOSSES, Fidelity, loss_of, period_loss, periods_of
 from cgx_ray.planner.joint import MAX_ERROR, best_round
 from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
 
@@ -98,6 +98,14 @@ def test_rounds_are_chosen_where_the_link_is_slow_and_the_fidelity_allows_them()
     # Compute bounds steps on a fast link, and rounds only cost progress there.
     assert _chosen(Adaptive(fidelity="fast"), _measured(100.0)).period == 1
     assert _chosen(Adaptive(fidelity="strict", periods=(1, 4)), _measured(0.01)).period == 4
+
+
+def test_a_codec_and_a_period_lose_no_more_together_than_balanced_allows() -> None:
+    measured = _measured(0.001, gain={f"qsgd:bits={bits},bucket_size=128": 0.99 for bits in (2, 3, 4)})
+    chosen = _chosen(Adaptive(fidelity="balanced"), measured)
+    assert chosen.period > 1
+    assert all(loss_of(option.codec, chosen.period) <= 1.05 for option in chosen.options)
+    assert 0.9 < (chosen.efficiency or 0.0) <= 1
 
 
 @pytest.mark.parametrize("period", [8, 16])

@@ -77,6 +77,7 @@ def read_policy(start: Mapping[str, Any]) -> Policy:
         min_gain=fields["min_gain"],
         # Earlier journals have none.
         periods=tuple(fields.get("periods", (1,))),
+        max_loss=fields.get("max_loss"),
     )
 
 

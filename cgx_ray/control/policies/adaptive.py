@@ -43,7 +43,7 @@ from cgx_ray.control.policies.policy import (
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Given, Option, Scheme, make_plan
 from cgx_ray.planner.candidates import codec_cost_of, offloaded
-from cgx_ray.planner.fidelity import PERIOD_LOSSES, Fidelity, codecs_of, describe_costs, periods_of
+from cgx_ray.planner.fidelity import PERIOD_LOSSES, Fidelity, codecs_of, describe_costs, loss_of, periods_of
 from cgx_ray.planner.joint import BestPlan, best_plan
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.planner.prediction import PlannedGroup, Prediction, groups_of, period_of, predict
@@ -80,6 +80,8 @@ class Adaptive(Policy):
     review_s    seconds after a decision until it is asked again without any other cause
     periods     steps between two exchanges that may be chosen besides 1 (`engine.period`), of those in
                 `planner.fidelity`. Default: those of the fidelity, and 1 with `candidates`
+    max_loss    measured loss over dense's that a codec and a period may have together; None: any. Default: that of
+                "balanced", 1.05, if neither candidates nor periods are given
     """
 
     fidelity: str = Fidelity.STRICT.value
@@ -87,6 +89,7 @@ class Adaptive(Policy):
     min_gain: float = 0.8
     review_s: float = REVIEW_S
     periods: Sequence[int] | None = None
+    max_loss: float | None = None
 
     def __post_init__(self) -> None:
         check_name("fidelity", self.fidelity, tuple(Fidelity))
@@ -98,6 +101,8 @@ class Adaptive(Policy):
         if self.periods is None:
             usual = periods_of(self.fidelity) if self.candidates is None else (1,)
             object.__setattr__(self, "periods", usual)
+            if self.max_loss is None and self.candidates is None and self.fidelity == Fidelity.BALANCED:
+                object.__setattr__(self, "max_loss", Fidelity.BALANCED.max_loss)
         elif not isinstance(self.periods, tuple | list) or not {*self.periods} <= {1, *PERIOD_LOSSES}:
             raise ConfigError(
                 f"periods {self.periods!r} is not allowed; give some of {', '.join(map(str, (1, *PERIOD_LOSSES)))}, "
@@ -171,7 +176,12 @@ class Adaptive(Policy):
         periods = [period for period in self._periods if period > 1]
         if not periods or planner_input.now.fixed or not planner_input.now.is_settled:
             return found
-        best = min((planner_input.best_of_round(allowed, 0.0, one) for one in periods), key=planner_input.score)
+        found_groups = []
+        for period in periods:
+            most = math.inf if self.max_loss is None else self.max_loss
+            options = [option for option in allowed if loss_of(option.codec, period) <= most]
+            found_groups.append(planner_input.best_of_round(options, 0.0, period))
+        best = min(found_groups, key=planner_input.score)
         return _with_best(found, best, planner_input, promised=-MIN_IMPROVEMENT)
 
     def _best_predicted(self, situation: Situation, allowed: Sequence[Option]) -> BestPlan:
@@ -209,7 +219,8 @@ class Adaptive(Policy):
         if type(self) is not Adaptive:
             return super().recorded()
         return {"kind": "adaptive", "options": list(map(str, self.options)), "min_gain": self.min_gain} | {
-            "periods": list(self._periods)
+            "periods": list(self._periods),
+            "max_loss": self.max_loss,
         }
 
     def _allowed(self, situation: Situation) -> list[Option]:
