@@ -83,7 +83,7 @@ class Engine:
         self._inside = inside
         self.device = device
         self.streams = streams_of(device)
-        self._gains = GainSchedule(candidates, layers, by_layer)
+        self._gains = GainSchedule(candidates, layers, by_layer, device)
         self._agreement = Agreement(transport)
         self._memories = Memories()
         # Of the last step, until its memory is settled.
