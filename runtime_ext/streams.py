@@ -188,14 +188,14 @@ def streams_of(device: torch.device) -> Streams:
 
 
 class Reading(NamedTuple):
-    """A place in `Readings`: the values [start, stop) of those of one type on one device."""
+    """A place in `DeviceNumbers`: the values [start, stop) of those of one type on one device."""
 
     kind: tuple[str, torch.dtype]
     start: int
     stop: int
 
 
-class Readings:
+class DeviceNumbers:
     """Numbers that a device computes, which the host reads together: one copy, and one wait for its end.
 
     They are read as float64, which has all values of the types that gradients, their norms and counts have. Some may

@@ -49,7 +49,7 @@ class Selection:
         On the host `unpack` raises of such a message. On a GPU that would wait, but an index beyond the gradient that
         torch then uses ends the CUDA context.
         """
-        place_K = torch.arange(self.num_kept, device=self.index_K.device)
+        place_K = torch.arange(self.num_kept, dtype=torch.int32, device=self.index_K.device)
         is_outside_K = (self.index_K < 0) | (self.index_K >= numel)
         is_outside_K[1:] |= self.index_K[1:] <= self.index_K[:-1]
         is_counted = (self.count_1 >= 0) & (self.count_1 <= self.num_kept)

@@ -157,7 +157,7 @@ def _connected(num_ranks: int) -> Iterator[list[_Ends]]:
 
 
 @dataclass(slots=True)
-class _UnderWay:
+class _RankTurns:
     ends: _Ends
     group: int
     turns: Iterator[Handle]
@@ -172,7 +172,7 @@ def _seconds_of_group(ends: Sequence[_Ends], device: torch.device, num_bytes: in
     rounds = []
     for step in range(NUM_ROUNDS):
         under_way = deque(
-            _UnderWay(own, group, exchange.turns(grad_N, None, _stamp(step, group), 0, Phases()))
+            _RankTurns(own, group, exchange.turns(grad_N, None, _stamp(step, group), 0, Phases()))
             for group, of_ranks in enumerate(exchanges)
             for own, exchange in zip(ends, of_ranks, strict=True)
         )
@@ -184,7 +184,7 @@ def _stamp(step: int, group: int) -> Stamp:
     return Stamp(plan_version=0, step=step, group=group, codec=NONE.name)
 
 
-def _seconds_of_turns(under_way: deque[_UnderWay]) -> float:
+def _seconds_of_turns(under_way: deque[_RankTurns]) -> float:
     """Take all turns of all groups and ranks; return the seconds in them."""
     spent_s, late_s = 0.0, time.perf_counter() + TIMEOUT_S
     while under_way:

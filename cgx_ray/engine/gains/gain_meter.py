@@ -28,7 +28,7 @@ from cgx_ray.engine.gains.gain_history import GradientHistory
 from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.monitors.sample import CURVE_DENSITIES, LayerError
 from cgx_ray.plan import NONE
-from cgx_ray.runtime_ext.streams import Reading, Readings
+from cgx_ray.runtime_ext.streams import DeviceNumbers, Reading
 
 T = TypeVar("T")
 # Elements of a layer on which errors are measured: with four blocks, those of an embedding were off by up to 6x.
@@ -126,7 +126,7 @@ class GainMeter:
         self._candidates = candidates
         self._history = history
         self._key = key
-        self._readings = Readings(device)
+        self._readings = DeviceNumbers(device)
         self._numbers: dict[int, _GroupNumbers] = {}
         self._of_layers: dict[str, _LayerNumbers] = {}
         # Layers with the elements of each, and their samples.

@@ -30,8 +30,8 @@ from cgx_ray.session.engine_times import (
     MANY_RANKS,
     _connected,
     _NoCodec,
+    _RankTurns,
     _seconds_of_turns,
-    _UnderWay,
     fit_times,
     measure_engine,
 )
@@ -195,7 +195,7 @@ def test_the_calls_and_messages_that_are_priced_are_those_of_an_exchange(
         exchanges = [Sra(codec, numel, own) for codec, own in zip(codecs, ends, strict=True)]
         stamp = Stamp(plan_version=0, step=0, group=0, codec="none")
         turns = [exchange.turns(torch.zeros(numel), None, stamp, 0, Phases()) for exchange in exchanges]
-        _seconds_of_turns(deque(_UnderWay(own, 0, one) for own, one in zip(ends, turns, strict=True)))
+        _seconds_of_turns(deque(_RankTurns(own, 0, one) for own, one in zip(ends, turns, strict=True)))
     engine = EngineCost(codes_rows=True, piece_bytes=piece_bytes)
     network = Network.flat(num_ranks, Link.from_rates(bandwidth_gbps=10, latency_ms=0))
     # Codec none sends 4 bytes an element too.
