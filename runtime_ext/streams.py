@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -184,6 +185,57 @@ def streams_of(device: torch.device) -> Streams:
     if device not in STREAMS:
         STREAMS[device] = _CudaStreams(device) if device.type == "cuda" else Streams()
     return STREAMS[device]
+
+
+class Reading(NamedTuple):
+    """A place in `DeviceNumbers`: the values [start, stop) of those of one type on one device."""
+
+    kind: tuple[str, torch.dtype]
+    start: int
+    stop: int
+
+
+class DeviceNumbers:
+    """Numbers that a device computes, which the host reads together: one copy, and one wait for its end.
+
+    They are read as float64, which has all values of the types that gradients, their norms and counts have. Some may
+    lie on the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Use the stream of the calling thread, in all calls."""
+        self._device = device
+        self._values: dict[tuple[str, torch.dtype], list[Tensor]] = {}
+        self._numels: dict[tuple[str, torch.dtype], int] = {}
+        self._read: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def add(self, values: Tensor) -> Reading:
+        """Note `values`, of any shape, which must stay as they are until they are read."""
+        kind = values.device.type, values.dtype
+        start = self._numels.get(kind, 0)
+        self._values.setdefault(kind, []).append(values.reshape(-1))
+        self._numels[kind] = start + values.numel()
+        return Reading(kind, start, start + values.numel())
+
+    def read(self) -> None:
+        """Wait for all that was noted, and forget the tensors."""
+        joined = {kind: torch.cat(values).double() for kind, values in self._values.items()}
+        away = {kind: part for kind, part in joined.items() if kind[0] == self._device.type}
+        if away:
+            streams = streams_of(self._device)
+            host = streams.host_memory(sum(map(len, away.values())), torch.float64)
+            streams.copy_each([(torch.cat([*away.values()]), host)])
+            streams.mark().wait()
+            joined |= zip(away, host.split([len(part) for part in away.values()]), strict=True)
+        self._read, self._values = joined, {}
+
+    def host(self, reading: Reading) -> Tensor:
+        """Return what was read, (values,) float64 on the host."""
+        return self._read[reading.kind][reading.start : reading.stop]
+
+    def number(self, reading: Reading) -> float:
+        """Return what was read of a single value."""
+        return float(self.host(reading))
 
 
 class Waiter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from random import Random
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,27 +33,51 @@ def sample_blocks(grad_N: Tensor, max_numel: int = SAMPLE_NUMEL, key: int = 0) -
     return grad_N[: num_blocks * SAMPLE_BLOCK].view(num_blocks, SAMPLE_BLOCK)[first::stride].reshape(-1)
 
 
-def squared_ranges(grad_N: Tensor, bucket_size: int) -> float:
-    """Return the sum over elements of (max - min)^2 of their quantization bucket, in float64.
+class Ranges(NamedTuple):
+    """Ranges of the quantization buckets of a gradient, as numbers on its device; see `squared_ranges`.
+
+    squares   of the range of each whole bucket, their sum, float64
+    rest      largest and smallest element of the last bucket, if that is not whole; else empty
+    num_rest  elements of that bucket
+    """
+
+    squares: Tensor
+    rest: tuple[Tensor, ...]
+    num_rest: int
+
+    @classmethod
+    def of(cls, grad_N: Tensor, bucket_size: int) -> Ranges:
+        num_whole = grad_N.numel() // bucket_size * bucket_size
+        whole_BS, rest_S = grad_N[:num_whole].view(-1, bucket_size), grad_N[num_whole:]
+        range_B = whole_BS.amax(1).double() - whole_BS.amin(1).double()
+        rest = (rest_S.max(), rest_S.min()) if rest_S.numel() else ()
+        return cls(range_B.square().sum(), rest, rest_S.numel())
+
+
+def squared_ranges(squares: float, rest: Sequence[float], num_rest: int, bucket_size: int) -> float:
+    """Return the sum over elements of (max - min)^2 of their quantization bucket. Arguments as in `Ranges`.
 
     The error of a grid from min to max is about proportional to it, whatever the number of bits.
     """
-    num_whole = grad_N.numel() // bucket_size * bucket_size
-    whole_BS, rest_S = grad_N[:num_whole].view(-1, bucket_size), grad_N[num_whole:]
-    range_B = whole_BS.amax(1).double() - whole_BS.amin(1).double()
-    total = bucket_size * float(range_B.square().sum())
-    if rest_S.numel():
-        total += rest_S.numel() * (float(rest_S.max()) - float(rest_S.min())) ** 2
+    total = bucket_size * squares
+    if num_rest:
+        largest, smallest = rest
+        total += num_rest * (largest - smallest) ** 2
     return total
 
 
 def squared_error(codec: Codec, grad_N: Tensor, key: int) -> float:
     """Return |g - decode(encode(g))|^2, in float64."""
+    return float(lost_energy(codec, grad_N, key))
+
+
+def lost_energy(codec: Codec, grad_N: Tensor, key: int) -> Tensor:
+    """Return `squared_error` as a number on the gradient's device."""
     payload = torch.empty(codec.payload_bytes(grad_N.numel()), dtype=torch.uint8, device=grad_N.device)
     decoded_N = torch.empty_like(grad_N)
     codec.encode(grad_N, payload, key)
     codec.decode(payload, decoded_N, add=False, key=key)
-    return float((grad_N.double() - decoded_N).square().sum())
+    return (grad_N.double() - decoded_N).square().sum()
 
 
 def kept_energy(codec: Codec, grad_N: Tensor, key: int) -> float:
@@ -65,6 +90,12 @@ def kept_energy(codec: Codec, grad_N: Tensor, key: int) -> float:
     return float(grad_N.double().square().sum()) - squared_error(codec, grad_N, key)
 
 
+def histogram(grad_N: Tensor) -> Tensor:
+    """Return the number of elements by magnitude, as `GainCurve` reads it, on the gradient's device."""
+    # The histogram's bins are those of float32.
+    return sparse.magnitude_histogram(grad_N.float() if grad_N.dtype == torch.float64 else grad_N)
+
+
 class GainCurve:
     """Gain of top-k at every density, from one histogram of magnitudes (Flexible Communication, section 2-C3).
 
@@ -74,10 +105,16 @@ class GainCurve:
 
     def __init__(self, grad_N: Tensor) -> None:
         """`grad_N`: the error-fed gradient or a sample of it, of any float type and device."""
-        if grad_N.dtype == torch.float64:
-            # The histogram's bins are those of float32.
-            grad_N = grad_N.float()
-        counts = sparse.magnitude_histogram(grad_N).cpu().double()
+        self._use(histogram(grad_N).cpu().double())
+
+    @classmethod
+    def of_counts(cls, counts: Tensor) -> GainCurve:
+        """Return the curve of a gradient with this `histogram`, float64 on the host."""
+        curve = cls.__new__(cls)
+        curve._use(counts)
+        return curve
+
+    def _use(self, counts: Tensor) -> None:
         # Bins are flipped to have the largest magnitudes first. Empty bins of NaN and Inf would give 0 * inf.
         energy = torch.where(counts > 0, counts * _bin_squares(), 0.0)
         self._numel = torch.cat((torch.zeros(1, dtype=torch.float64, device=HOST), counts.flip(0).cumsum(0)))

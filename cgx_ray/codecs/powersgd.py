@@ -85,9 +85,9 @@ class PowerSgd(Codec):
         fed_N, start_M = self.begin(grad_N, memory)
         for shape, p, q in self._factors(fed_N.numel(), p_M, q_M):
             matrix = _matrix(fed_N, shape)
-            torch.mm(matrix, _q(start_M, shape), out=p)
+            _multiply(matrix, _q(start_M, shape), p)
             _orthogonalize(p)
-            torch.mm(matrix.t(), p, out=q)
+            _multiply(matrix.t(), p, q)
             if memory is not None:
                 _expand(p, q, memory.next_N, shape, sign=-1)
         if memory is not None:
@@ -115,7 +115,7 @@ class PowerSgd(Codec):
     def project(self, fed_N: Tensor, q_M: Tensor, p_M: Tensor) -> None:
         """Write P = M Q of every layer to `p_M`."""
         for shape, p, q in self._factors(fed_N.numel(), p_M, q_M):
-            torch.mm(_matrix(fed_N, shape), q, out=p)
+            _multiply(_matrix(fed_N, shape), q, p)
 
     def orthogonalize(self, numel: int, p_M: Tensor) -> None:
         """Replace the columns of every P by an orthonormal basis of their span, in place.
@@ -130,7 +130,7 @@ class PowerSgd(Codec):
     def project_back(self, fed_N: Tensor, p_M: Tensor, q_M: Tensor) -> None:
         """Write Q = M^T P of every layer to `q_M`."""
         for shape, p, q in self._factors(fed_N.numel(), p_M, q_M):
-            torch.mm(_matrix(fed_N, shape).t(), p, out=q)
+            _multiply(_matrix(fed_N, shape).t(), p, q)
 
     def expand(self, p_M: Tensor, q_M: Tensor, out_N: Tensor, *, sign: int) -> None:
         """Add `sign` P Q^T of every layer to `out_N`."""
@@ -181,12 +181,42 @@ def _orthogonalize(p: Tensor) -> None:
         torch.mul(basis, sign, out=p)
 
 
+def _rounds_products(factor: Tensor) -> bool:
+    """Return True if torch may round the operands of matrix products to the 11 bits of TF32 where `factor` lies.
+
+    The user's settings say so for all threads, so they cannot be changed for the products here alone.
+    """
+    return factor.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def _multiply(matrix: Tensor, factor: Tensor, out: Tensor) -> None:
+    """Write `matrix` times `factor`, of few columns, to `out`."""
+    if not _rounds_products(factor):
+        torch.mm(matrix, factor, out=out)
+        return
+    # Products with vectors are made without TF32.
+    for column, out_column in zip(factor.unbind(1), out.unbind(1), strict=True):
+        torch.mv(matrix, column, out=out_column)
+
+
 def _expand(p: Tensor, q: Tensor, out_N: Tensor, shape: Shape, sign: int) -> None:
     if shape.num_rows * shape.num_columns == shape.numel:
-        _matrix(out_N, shape).addmm_(p, q.t(), alpha=sign)
+        _add_product(_matrix(out_N, shape), p, q, sign)
+        return
+    if _rounds_products(p):
+        product = torch.zeros(shape.num_rows, shape.num_columns, dtype=p.dtype, device=p.device)
+        _add_product(product, p, q, 1)
     else:
-        product = torch.mm(p, q.t()).view(-1)
-        out_N[shape.start : shape.end].add_(product[: shape.numel], alpha=sign)
+        product = torch.mm(p, q.t())
+    out_N[shape.start : shape.end].add_(product.view(-1)[: shape.numel], alpha=sign)
+
+
+def _add_product(matrix: Tensor, p: Tensor, q: Tensor, sign: int) -> None:
+    if not _rounds_products(p):
+        matrix.addmm_(p, q.t(), alpha=sign)
+        return
+    for p_column, q_column in zip(p.unbind(1), q.unbind(1), strict=True):
+        matrix.addr_(p_column, q_column, alpha=sign)
 
 
 def _first_q(shape: Shape) -> Tensor:

@@ -43,6 +43,18 @@ class Selection:
         except ValueError as error:
             raise self.broken(numel, error) from error
 
+    def is_broken(self, numel: int) -> Tensor:
+        """Return (1,) int32 on the device: 0 if `unpack` has found up to K indices that ascend below `numel`, else 1.
+
+        On the host `unpack` raises of such a message. On a GPU that would wait, but an index beyond the gradient that
+        torch then uses ends the CUDA context.
+        """
+        place_K = torch.arange(self.num_kept, dtype=torch.int32, device=self.index_K.device)
+        is_outside_K = (self.index_K < 0) | (self.index_K >= numel)
+        is_outside_K[1:] |= self.index_K[1:] <= self.index_K[:-1]
+        is_counted = (self.count_1 >= 0) & (self.count_1 <= self.num_kept)
+        return ((is_outside_K & (place_K < self.count_1)).any() | ~is_counted).int()
+
     def broken(self, numel: int, error: ValueError) -> WireError:
         """Return the error of a message that does not hold a selection from `numel` elements."""
         return WireError(f"a message of {self.num_kept} of {numel} elements is broken: {error}")

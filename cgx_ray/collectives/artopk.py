@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cgx_ray.codecs import make_codec
-from cgx_ray.codecs.codec import Codec, Memory, is_finite, nan_if_not_finite
+from cgx_ray.codecs.codec import HOST, Codec, Memory, is_finite, nan_if_not_finite
 from cgx_ray.codecs.sparse import Selection, Sparse
 from cgx_ray.codecs.wire import HEADER_BYTES, Message, Room, Stamp
 from cgx_ray.collectives.dense import Dense
@@ -129,6 +129,10 @@ class ArTopk(Exchange):
         yield from self._broadcast_indices(fed_N, root, step)
 
         index_K, values_K = self._selection.index_K.long(), self._sums[: self._selection.num_kept]
+        # With indices of another rank a GPU must not be led out of its memory before the host has heard of it, below.
+        is_broken = self._selection.is_broken(grad_N.numel()) if self._codec.device != HOST else None
+        if is_broken is not None:
+            index_K.clamp_(0, grad_N.numel() - 1)
         # Behind the last index there are zeros; the sums for these are not used.
         torch.index_select(fed_N, 0, index_K, out=values_K)
         # An Inf of this rank may lie at an index that the broadcasting rank did not choose.
@@ -143,7 +147,7 @@ class ArTopk(Exchange):
             phases.resume()
             yield from averaging
 
-        count = int(self._selection.count_1)
+        count = self._count(grad_N.numel(), is_broken)
         if self.star_or_var is not None:
             self.star_or_var.note(compression_gain(values_K[:count], float(self._sums[-1])))
         if is_finite(self._sums[: self._selection.num_kept + 1]):
@@ -153,6 +157,16 @@ class ArTopk(Exchange):
         else:
             grad_N.fill_(math.nan)
         phases.lap("decode")
+
+    def _count(self, numel: int, is_broken: Tensor | None) -> int:
+        """Return the number of indices, when the device has found them. Raises WireError if the message was broken."""
+        selection = self._selection
+        if is_broken is None:
+            return int(selection.count_1)
+        count, fault = torch.cat([selection.count_1, is_broken.view(1)]).tolist()
+        if fault:
+            raise selection.broken(numel, ValueError(f"it does not hold {count} indices that ascend below {numel}"))
+        return int(count)
 
     def _exchange_norms(self, fed_N: Tensor, step: Step) -> Iterator[Handle]:
         """Tell all ranks the norm of this rank's gradient."""

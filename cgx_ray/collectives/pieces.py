@@ -15,11 +15,8 @@ from dataclasses import dataclass
 from cgx_ray.codecs.codec import HOST, Codec
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.transport.transport_like import Handle, TransportLike
-from cgx_ray.plan import PIECE_BYTES
+from cgx_ray.plan import DEVICE_PIECE_BYTES, PIECE_BYTES
 from cgx_ray.runtime_ext.streams import Mark
-
-# Encoded bytes of a piece that a device encodes: 3 ms at 10 Gbit/s. On an H100 the host needs some 2 ms for a piece.
-DEVICE_PIECE_BYTES = 4 << 20
 
 
 def chunk_bounds(numel: int, num_chunks: int, granule: int) -> list[tuple[int, int]]:

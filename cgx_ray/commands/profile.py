@@ -10,17 +10,20 @@ import click
 import torch
 from rich.table import Table
 
+from cgx_ray.codecs.codec import HOST
 from cgx_ray.commands.options import FILE, console_for
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, usable_records
 from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.cost import Link
+from cgx_ray.planner.engine_cost import HOST_ENGINE
 from cgx_ray.planner.fidelity import Fidelity, codecs_of
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.planner.profile import Profile, load_link, save_profile
 from cgx_ray.report.result import cpu_model
 from cgx_ray.report.show import new_table, print_line, progress_bar, whole_file
 from cgx_ray.session.calibrate import TURN_S, measure_codec
+from cgx_ray.session.engine_times import measure_engine
 
 PROFILE_NUMELS = tuple(1 << exponent for exponent in range(10, 23, 2))
 
@@ -71,7 +74,12 @@ def measure_profile(
     finally:
         torch.set_num_threads(threads_before)
     return Profile(
-        package_version=version("cgx-ray"), device=device_name(device), threads=threads, codec_costs=costs, link=link
+        package_version=version("cgx-ray"),
+        device=device_name(device),
+        threads=threads,
+        codec_costs=costs,
+        link=link,
+        engine=HOST_ENGINE if device == HOST else measure_engine(device),
     )
 
 

@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from cgx_ray.control.learned.learned_errors import LearnedErrors
 from cgx_ray.control.learned.measured import dense_groups, is_dense
@@ -17,13 +18,14 @@ from cgx_ray.control.trial.steps_beside_predictions import DenseBaseline
 from cgx_ray.plan import Layer, Plan
 from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.cost import Link
+from cgx_ray.planner.engine_cost import HOST_ENGINE, EngineCost
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.prediction import Measured
 
 logger = logging.getLogger(__name__)
 
 # Rises when `History` changes, so that a snapshot of another version is not misread.
-SNAPSHOT_FORMAT = 7
+SNAPSHOT_FORMAT = 8
 # Newest plans that are handed over. Ranks and leases refer to the last two or three.
 KEPT_PLANS = 8
 # Raised by a pickle that is cut or changed.
@@ -39,7 +41,7 @@ class Registration:
     first_plan   to start with, unless there is one from before
     codec_costs  by codec, measured on the ranks (calibration)
     encodes_on   where codecs run
-    bus          as in `Measured`
+    bus, engine  as in `Measured`
     step         that the ranks begin with
     """
 
@@ -48,7 +50,13 @@ class Registration:
     codec_costs: Mapping[str, CodecCost] = field(default_factory=dict)
     encodes_on: EncodesOn = "thread"
     bus: Link | None = None
+    engine: EngineCost = HOST_ENGINE
     step: int = 0
+
+    @property
+    def of_device(self) -> dict[str, Any]:
+        """What `Measured` has of the device that holds the gradients, besides times of codecs."""
+        return {"encodes_on": self.encodes_on, "bus": self.bus, "engine": self.engine}
 
     @property
     def dense_plan(self) -> Plan:

@@ -126,8 +126,7 @@ class WorkerGroupState:
             learned.measured,
             network=network_of(num_workers, num_local, before.between, before.inside),
             codec_costs=self.steps.codec_costs,
-            encodes_on=self._registration.encodes_on,
-            bus=self._registration.bus,
+            **self._registration.of_device,
             fixed=self._fixed,
         )
 
@@ -386,8 +385,7 @@ class WorkerGroupState:
             network=network_of(self.plan.world_size, recent[-1].num_local, between, inside),
             codec_costs=self.steps.codec_costs,
             gain=self.losses.gain | self.gains.usable if chooses_bits else self.gains.usable,
-            encodes_on=self._registration.encodes_on,
-            bus=self._registration.bus,
+            **self._registration.of_device,
             fixed=self._fixed,
             layer_errors=self.losses.layer_errors if chooses_bits else {},
             squared_errors=self.losses.squared_errors or before,

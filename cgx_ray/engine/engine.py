@@ -86,7 +86,7 @@ class Engine:
         self._inside = inside
         self.device = device
         self.streams = streams_of(device)
-        self._gains = GainSchedule(candidates, layers, by_layer)
+        self._gains = GainSchedule(candidates, layers, by_layer, device)
         self.agreement = Agreement(transport)
         self._banks = Banks(self._layers, transport, device, judged_together)
         self._lock = threading.Lock()

@@ -216,7 +216,8 @@ class Group:
         if self._memory is None:
             self._add_residuals(layers)
         metered = gain if self._is_compressible else None
-        energy = metered.measure(self.index, lambda: self._gradients(grad_N, layers)) if metered is not None else 0.0
+        if metered is not None:
+            metered.measure(self.index, lambda: self._gradients(grad_N, layers))
         phases.lap("encode")
         yield from self.exchange.turns(grad_N, self._memory, stamp, seed, phases)
         # The host writes to its memory again only after the next gradients were copied there.
@@ -224,9 +225,8 @@ class Group:
         checks_finite = checks_finite or self._codec.record.loses_elements
         self.is_finite = not checks_finite or all(map(is_finite, _delivered(grad_N, views)))
         self._views = [] if self.is_finite else views
-        if metered is not None and self._own_memory is not None and energy > 0 and self.is_finite:
-            left_N = self._own_memory.next_N
-            metered.correct(self.index, str(self.plan.option.flat()), lambda: 1 - float(left_N.norm()) ** 2 / energy)
+        if metered is not None and self._own_memory is not None and self.is_finite:
+            metered.correct(self.index, str(self.plan.option.flat()), self._own_memory.next_N)
         if self._device != HOST:
             self.__dict__.pop("_flat_N", None)
         phases.lap("decode")

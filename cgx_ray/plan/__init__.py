@@ -27,6 +27,7 @@ from cgx_ray.plan.option import (
 )
 from cgx_ray.plan.plan import (
     DEFAULT_GROUP_BYTES,
+    DEVICE_PIECE_BYTES,
     FIRST_GROUP_BYTES,
     MAX_GROUPS,
     MAX_INDEXED_NUMEL,
@@ -51,6 +52,7 @@ __all__ = [
     "COUNT_BYTES",
     "DEFAULT_GROUP_BYTES",
     "DENSE",
+    "DEVICE_PIECE_BYTES",
     "FIRST_GROUP_BYTES",
     "MAX_GROUPS",
     "MAX_INDEXED_NUMEL",

@@ -35,26 +35,44 @@ def offloaded(options: Iterable[Option]) -> tuple[Option, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecCost:
-    """Measured codec time: a seconds per call plus b seconds per element of the dense group, also for top-k."""
+    """Measured codec time: a seconds per call plus b seconds per element of the dense group, also for top-k.
+
+    encode_row_s, decode_row_s  seconds of each further message in the same call; None: as much as a call of its own
+    """
 
     encode_a_s: float
     encode_b_s_per_element: float
     decode_a_s: float
     decode_b_s_per_element: float
+    encode_row_s: float | None = None
+    decode_row_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            check_seconds(name, getattr(self, name))
+        for name, seconds in self.known().items():
+            check_seconds(name, seconds)
 
-    def encode_s(self, calls: float, numel: float) -> float:
-        return calls * self.encode_a_s + numel * self.encode_b_s_per_element
+    def known(self) -> dict[str, float]:
+        """Return the times by name, without those of rows that were not measured."""
+        times = ((name, getattr(self, name)) for name in self.__slots__)
+        return {name: seconds for name, seconds in times if seconds is not None}
 
-    def decode_s(self, calls: float, numel: float) -> float:
-        return calls * self.decode_a_s + numel * self.decode_b_s_per_element
+    def encode_s(self, messages: float, numel: float, calls: float | None = None) -> float:
+        """Return the seconds to encode `messages` of `numel` elements together; `calls`: if not each in its own."""
+        return _calls_s(messages, calls, self.encode_a_s, self.encode_row_s) + numel * self.encode_b_s_per_element
+
+    def decode_s(self, messages: float, numel: float, calls: float | None = None) -> float:
+        """Return the seconds to decode `messages`; arguments as those of `encode_s`."""
+        return _calls_s(messages, calls, self.decode_a_s, self.decode_row_s) + numel * self.decode_b_s_per_element
 
     def slowed(self, factor: float) -> CodecCost:
         """Return the cost with all times multiplied by `factor`."""
-        return CodecCost(**{name: getattr(self, name) * factor for name in self.__slots__})
+        return CodecCost(**{name: seconds * factor for name, seconds in self.known().items()})
+
+
+def _calls_s(messages: float, calls: float | None, call_s: float, row_s: float | None) -> float:
+    if calls is None or row_s is None:
+        return messages * call_s
+    return calls * call_s + (messages - calls) * row_s
 
 
 FREE = CodecCost(encode_a_s=0, encode_b_s_per_element=0, decode_a_s=0, decode_b_s_per_element=0)

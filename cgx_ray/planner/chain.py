@@ -201,6 +201,7 @@ class LayerChain:
                 encodes_on=self._measured.encodes_on,
                 shares_time=self._shares_time,
                 bus=self._measured.bus,
+                engine=self._measured.engine,
             )
         return self._costs[option, item_bytes]
 

@@ -46,7 +46,7 @@ def period_loss(period: int) -> float:
 
 
 def loss_of(codec: CodecSpec, period: int) -> float:
-    """Return the measured loss over dense's of `codec` in rounds of `period` steps: the product. Infinite if unknown."""
+    """Return the measured loss over dense's of `codec` in rounds of `period` steps: their product; inf if unknown."""
     cost = codec.record.losses.get(str(codec))
     return period_loss(period) * (cost.worst if cost is not None else 1.0 if codec == NONE else math.inf)
 

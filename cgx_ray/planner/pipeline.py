@@ -39,6 +39,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.plan import Option
 from cgx_ray.planner.candidates import FREE, CodecCost
 from cgx_ray.planner.cost import Link, Network, check_seconds
+from cgx_ray.planner.engine_cost import HOST_ENGINE, EngineCost
 from cgx_ray.planner.legs import EncodesOn, Leg, copy_s, legs, thread_s, works_on
 from cgx_ray.planner.scheme_costs import Overlap
 from cgx_ray.planner.timeline import Resource
@@ -211,7 +212,8 @@ def _uses(parts: Sequence[Leg], codec_cost: CodecCost, copied_s: float) -> tuple
     hops_s, work_s = 0.0, copied_s
     use(Resource.CODEC, copied_s, _Elapsed(0.0, 0.0), _Elapsed(0.0, copied_s))
     for leg in parts:
-        encode_s, decode_s = codec_cost.encode_s(0, leg.encode[1]), codec_cost.decode_s(0, leg.decode[1])
+        encode_s = codec_cost.encode_s(0, leg.encode[1]) + leg.bytes_s(leg.encode[1])
+        decode_s = codec_cost.decode_s(0, leg.decode[1]) + leg.bytes_s(leg.decode[1])
         link_s = leg.num_bytes * leg.link.beta_s_per_byte
         start = _Elapsed(hops_s, work_s)
         sends_s = work_s if leg.overlap is Overlap.CODING else work_s + encode_s
@@ -240,26 +242,30 @@ def group_cost(
     shares_time: bool = True,
     numel: int = 1 << 24,
     bus: Link | None = None,
+    engine: EngineCost = HOST_ENGINE,
 ) -> GroupCost:
     """Return the cost of `option` for groups of any size. With one worker it is 0.
 
     encodes_on   "backward": encoding and decoding delay backward (a codec on the processor that trains). Both count
-                 before the group's messages, since later groups only see their sum. "thread": they do not
+                 before the group's messages, since later groups only see their sum. "thread": they do not. "device":
+                 the part that grows with the elements does, beside its time on the codec's stream
     shares_time  False: all that a group takes by itself, except hops, counts as network time, as if groups could not
                  use different resources at the same time
     numel        elements for which the cost is exact. Wire bytes count as proportional to the elements. That ignores
                  rounding up, and powersgd, whose bytes grow with the square root.
-    bus          as in `Measured`
+    bus, engine  as in `Measured`. Where each piece costs as much as a group, the first one counts as the group's, and
+                 the others grow with the elements
 
     The time of one piece, which nothing hides, is left out. `thread_s` and the calls of the codec count as network time
     even if a link is the busiest resource.
     """
     if network.num_workers == 1:
         return GroupCost(compute_a_s=0, compute_b_s_per_element=0, network_a_s=0, network_b_s_per_element=0)
-    parts = legs(option, network, numel, item_bytes)
-    calls_s = sum(codec_cost.encode_s(leg.encode[0], 0) + codec_cost.decode_s(leg.decode[0], 0) for leg in parts)
+    parts = legs(option, network, numel, item_bytes, engine, bus)
+    calls_s = sum(leg.calls_s(codec_cost) for leg in parts)
     coded_s = sum(codec_cost.encode_s(0, leg.encode[1]) + codec_cost.decode_s(0, leg.decode[1]) for leg in parts)
-    is_beside = works_on(option, encodes_on, bus) == "thread"
+    where = works_on(option, encodes_on, bus)
+    is_beside = where != "backward"
     copy_a_s = copy_s(option, network, 0, bus)
     copied_s = copy_s(option, network, numel * item_bytes, bus) - copy_a_s
     uses, done = _uses(parts, codec_cost if is_beside else FREE, copied_s)
@@ -270,11 +276,13 @@ def group_cost(
     lead = busiest.last.minus(_Elapsed(0.0, busiest.seconds))
     tail = done.minus(busiest.first).minus(_Elapsed(0.0, busiest.seconds))
     gap = lead.minus(busiest.first)
+    num_pieces = parts[0].num_pieces
+    fixed_s = thread_s(parts) + 2 * copy_a_s + (calls_s if is_beside else 0.0)
     return GroupCost(
         compute_a_s=0.0 if is_beside else calls_s,
-        compute_b_s_per_element=0.0 if is_beside else coded_s / numel,
-        network_a_s=thread_s(parts) + 2 * copy_a_s + (calls_s if is_beside else 0.0),
-        network_b_s_per_element=busiest.seconds / numel,
+        compute_b_s_per_element=0.0 if where == "thread" else coded_s / numel,
+        network_a_s=fixed_s / num_pieces,
+        network_b_s_per_element=(busiest.seconds + fixed_s * (1 - 1 / num_pieces)) / numel,
         lead_a_s=lead.hops_s,
         lead_b_s_per_element=max(lead.work_s, 0.0) / numel,
         tail_a_s=tail.hops_s,

@@ -15,6 +15,7 @@ from cgx_ray.plan import DENSE, NONE, CodecSpec, GroupPlan, Layer, Option, Plan
 from cgx_ray.planner.bits import QSGD, LayerErrors
 from cgx_ray.planner.candidates import CodecCost, codec_cost_of, efficiency, host_name
 from cgx_ray.planner.cost import Link, Network
+from cgx_ray.planner.engine_cost import HOST_ENGINE, EngineCost
 from cgx_ray.planner.fidelity import period_loss
 from cgx_ray.planner.legs import EncodesOn, copy_s, exchange_stages, legs
 from cgx_ray.planner.scheme_costs import cost_of_scheme
@@ -38,7 +39,8 @@ class Measured:
                  one are not chosen
     after_s      seconds of a step after the last exchange: the optimizer
     encodes_on   "backward" if encoding and decoding take the processor from backward, as they do where few cores do
-                 both; "thread" if they work beside it
+                 both; "thread" if they work beside it; "device" if a GPU does both
+    engine       what groups cost the engine besides, where the device that holds the gradients encodes
     fixed        groups that every plan has, since layer rules of the user have chosen them
     layer_errors of qsgd with 2 to 8 bits, by layer, for policy "cgx"; else empty
     squared_errors
@@ -62,6 +64,7 @@ class Measured:
     gain_curve: Mapping[float, float] = field(default_factory=dict)
     bus: Link | None = None
     is_settled: bool = True
+    engine: EngineCost = HOST_ENGINE
 
     def __post_init__(self) -> None:
         if not self.layers or len(self.layers) != len(self.backward_s):
@@ -139,11 +142,15 @@ class Measured:
         return replace(self, network=self.network.slowed(factor), codec_costs=costs, bus=bus)
 
     def cost_of(self, option: Option) -> CodecCost:
-        """Return the codec's times under `option`. Each message of a codec on a GPU crosses the bus."""
+        """Return the codec's times under `option`.
+
+        Each message of a codec on a GPU crosses the bus. Where the engine codes rows, copies are counted by `legs`: the
+        thread waits for none of them.
+        """
         if self.bus is None or option.is_on_host:
             return codec_cost_of(self.codec_costs, option.codec, on_host=self.bus is not None)
         cost = codec_cost_of(self.codec_costs, option.codec)
-        if cost_of_scheme(option.scheme).is_vendor_ring:
+        if cost_of_scheme(option.scheme).is_vendor_ring or self.engine.codes_rows:
             return cost
         copy_b_s = self.bus.beta_s_per_byte * option.codec.payload_bytes(_SAMPLE_NUMEL) / _SAMPLE_NUMEL
         return CodecCost(
@@ -152,6 +159,10 @@ class Measured:
             decode_a_s=cost.decode_a_s + self.bus.alpha_s,
             decode_b_s_per_element=cost.decode_b_s_per_element + copy_b_s,
         )
+
+    def is_untimed(self, option: Option) -> bool:
+        """Return whether steps do not say how long the codec of `option` takes: the host does not wait for it."""
+        return self.encodes_on == "device" and not option.is_on_host
 
     def cost_name(self, option: Option) -> str:
         """Return the name of the option's codec in `codec_costs`."""
@@ -327,7 +338,14 @@ class _Under(NamedTuple):
     @classmethod
     def of(cls, option: Option, measured: Measured) -> _Under:
         return cls(
-            _work_under(option, measured.network, measured.cost_of(option), measured.encodes_on, measured.bus),
+            _work_under(
+                option,
+                measured.network,
+                measured.cost_of(option),
+                measured.encodes_on,
+                measured.bus,
+                measured.engine,
+            ),
             measured.efficiency(option),
             measured.counted_numel(option.codec),
         )
@@ -336,15 +354,15 @@ class _Under(NamedTuple):
 # A search for a plan predicts some dozens of plans under some options, and the next plan has many of the same groups.
 @lru_cache(maxsize=256)
 def _work_under(
-    option: Option, network: Network, cost: CodecCost, encodes_on: EncodesOn, bus: Link | None
+    option: Option, network: Network, cost: CodecCost, encodes_on: EncodesOn, bus: Link | None, engine: EngineCost
 ) -> Callable[[int, int], _GroupWork]:
     """Return a function that returns the work of a group, and knows it from then on."""
 
     @lru_cache(maxsize=1024)
     def work(numel: int, item_bytes: int) -> _GroupWork:
-        parts = legs(option, network, numel, item_bytes)
+        parts = legs(option, network, numel, item_bytes, engine, bus)
         return _GroupWork(
-            stages=exchange_stages(option, network, cost, numel, item_bytes, encodes_on, bus),
+            stages=exchange_stages(option, network, cost, numel, item_bytes, encodes_on, bus, engine),
             codec_s=sum(leg.encode_s(cost) + leg.decode_s(cost) for leg in parts)
             + 2 * copy_s(option, network, numel * item_bytes, bus),
         )

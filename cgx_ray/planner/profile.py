@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.json_schema import Check, compile_check
 from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.cost import Link
+from cgx_ray.planner.engine_cost import HOST_ENGINE, EngineCost
 from cgx_ray.untrusted import parse_json, read_bytes
 
 FORMAT_VERSION = 1
@@ -32,9 +33,20 @@ _PROFILE = compile_check(
                 "additionalProperties": {
                     "type": "object",
                     "properties": dict.fromkeys(CodecCost.__slots__, _SECONDS),
-                    "required": list(CodecCost.__slots__),
+                    "required": [field.name for field in fields(CodecCost) if field.default is MISSING],
                     "additionalProperties": False,
                 },
+            },
+            "engine": {
+                "type": "object",
+                "properties": {
+                    **dict.fromkeys(("thread_s", "message_s", "byte_s"), _SECONDS),
+                    "piece_bytes": {"type": "integer", "minimum": 1},
+                    "codes_rows": {"type": "boolean"},
+                    "vendor_window_bytes": {"type": ["integer", "null"], "minimum": 1},
+                },
+                "required": [field.name for field in fields(EngineCost)],
+                "additionalProperties": False,
             },
             "link": {
                 "type": ["object", "null"],
@@ -68,7 +80,7 @@ _PROBED = compile_check(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Codec times on one device and, if measured, its network.
+    """Codec times on one device, what groups cost the engine there and, if measured, its network.
 
     package_version  version of cgx_ray whose kernels were timed
     device           name of the processor or GPU
@@ -81,11 +93,16 @@ class Profile:
     threads: int
     codec_costs: Mapping[str, CodecCost]
     link: Link | None = None
+    engine: EngineCost = HOST_ENGINE
 
 
 def save_profile(profile: Profile, path: str | Path) -> None:
     """Write `profile` as JSON."""
-    Path(path).write_text(json.dumps({"format_version": FORMAT_VERSION, **asdict(profile)}, indent=2) + "\n")
+    content = {"format_version": FORMAT_VERSION, **asdict(profile)}
+    content["codec_costs"] = {codec: cost.known() for codec, cost in profile.codec_costs.items()}
+    if profile.engine == HOST_ENGINE:
+        del content["engine"]
+    Path(path).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def load_profile(path: str | Path) -> Profile:
@@ -97,6 +114,8 @@ def load_profile(path: str | Path) -> Profile:
         threads=found["threads"],
         codec_costs={codec: CodecCost(**cost) for codec, cost in found["codec_costs"].items()},
         link=None if found["link"] is None else Link(**found["link"]),
+        # Files of a host, and earlier ones, have none.
+        engine=EngineCost(**found["engine"]) if "engine" in found else HOST_ENGINE,
     )
 
 

@@ -13,6 +13,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.plan import BUILT_IN, MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, NONE, CodecSpec
 from cgx_ray.planner.candidates import CodecCost, codec_options
 from cgx_ray.planner.cost import Link, Network, check_positive
+from cgx_ray.planner.engine_cost import HOST_ENGINE, EngineCost
 from cgx_ray.planner.joint import BestPlan, best_plan, best_round
 from cgx_ray.planner.models import ModelDescription
 from cgx_ray.planner.prediction import Measured, predict
@@ -35,7 +36,8 @@ class Scenario:
     """A model that trains on a network.
 
     compute_s    forward and backward of a step, from `compute_time`
-    codec_costs  by codec, as in `Measured`
+    codec_costs, engine
+                 as in `Measured`
     gain         compression gain by codec; these are the candidates, over all schemes
     min_gain     codecs with a smaller gain are left out, as in `CGXConfig`
     periods      steps between two exchanges; the best of them is taken
@@ -48,6 +50,7 @@ class Scenario:
     gain: Mapping[str, float]
     min_gain: float
     periods: tuple[int, ...] = (1,)
+    engine: EngineCost = HOST_ENGINE
 
     def solve(self) -> BestPlan:
         """Return the best plan, or dense if dense is compute-bound or the best plan saves less than `MIN_SAVING`.
@@ -60,6 +63,8 @@ class Scenario:
             backward_s=self.model.step_s(self.compute_s),
             network=self.network,
             codec_costs=self.codec_costs,
+            engine=self.engine,
+            encodes_on="device" if self.engine.codes_rows else "thread",
             gain={str(codec): gain for codec, gain in zip(codecs, self.gain.values(), strict=True)},
         )
         options = codec_options((NONE, *codecs))

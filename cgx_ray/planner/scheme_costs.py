@@ -33,7 +33,7 @@ class Payload(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Calls and elements that one rank encodes, and those that it decodes."""
+    """Messages and elements that one rank encodes, and those that it decodes."""
 
     encode: tuple[float, float]
     decode: tuple[float, float]
@@ -73,7 +73,9 @@ class SchemeCost:
     work            codec work of one rank, by N and n
     overlap         work that hides behind the network
     crossing        bytes on a node's card per byte of one rank, in a flat exchange; by N and ranks per node
-    num_chunks      chunks that each rank cuts its encoded group into, by N; read for Overlap.PIECES only
+    num_chunks      chunks that each rank cuts its encoded group into, by N
+    row_calls       calls that encode a piece, and that decode it, where a call takes several messages; None if each
+                    message has a call of its own everywhere
     num_raw         messages of plain values that the engine's thread adds up besides those it decodes, by N
     is_vendor_ring  the vendor's library sums. Between a part of the ranks we sum directly instead, in 2 hops
     """
@@ -83,6 +85,7 @@ class SchemeCost:
     overlap: Overlap
     crossing: Callable[[int, int], float]
     num_chunks: Callable[[int], int] = lambda N: 1
+    row_calls: tuple[float, float] | None = None
     num_raw: Callable[[int], float] = lambda N: 0.0
     is_vendor_ring: bool = False
 
@@ -197,6 +200,9 @@ _COSTS: dict[Scheme, SchemeCost] = {
         work=_by_chunk,
         overlap=Overlap.CODING,
         crossing=_from_all,
+        num_chunks=lambda N: N,
+        # Foreign chunks, then the own sum; the others' parts of the own chunk, then all sums.
+        row_calls=(2.0, 2.0),
     ),
     Scheme.RING: SchemeCost(
         terms=lambda N, payload: _ring(N, payload.wire_bytes),

@@ -8,25 +8,28 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
-from cgx_ray.codecs import make_codec
-from cgx_ray.codecs.codec import HOST
+from cgx_ray.codecs import Codec, make_codec
+from cgx_ray.codecs.codec import HOST, PayloadRow
 from cgx_ray.codecs.gain import squared_error
 from cgx_ray.control.history import Registration
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.paper_policies import Flexible
-from cgx_ray.plan import CodecSpec, Layer, Plan
+from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme, options_of
 from cgx_ray.planner.bits import QSGD, LayerErrors
 from cgx_ray.planner.candidates import CodecCost, host_name
 from cgx_ray.planner.cost import Link
+from cgx_ray.planner.engine_cost import HOST_ENGINE
 from cgx_ray.planner.profile import fit_cost
 from cgx_ray.runtime_ext import ops
 from cgx_ray.runtime_ext.streams import Streams, streams_of
+from cgx_ray.session.engine_times import measure_engine
 from cgx_ray.session.settings import Settings
 
 Call = Callable[[], object]
@@ -34,6 +37,7 @@ Call = Callable[[], object]
 # Long compared with the clock's resolution and a timer interrupt, short compared with other work on the machine.
 TURN_S = 4e-3
 _MAX_REPEATS = 1000
+_LEAST_S = 1e-9
 
 
 def best_seconds(
@@ -41,14 +45,16 @@ def best_seconds(
 ) -> list[float]:
     """Return seconds per call for each of `calls`: the shortest of `num_rounds` turns.
 
-    A turn repeats its call for about `turn_s`, at least once. On a CUDA device two marks around a turn measure it, so
-    each launch overlaps with the kernels before it.
+    A turn repeats its call for about `turn_s`, at least once. On a device two marks around a turn measure it, so each
+    launch overlaps with the kernels before it.
     """
-    time_turn = partial(_turn_s_of_device, streams_of(device)) if device.type == "cuda" else _turn_s_of_host
+    time_turn = _turn_s_of_host if device == HOST else partial(_turn_s_of_device, streams_of(device))
     repeats = []
     for call in calls:
         call()  # warms up caches and compiles
-        repeats.append(min(max(math.ceil(turn_s / time_turn(call, 1)), 1), _MAX_REPEATS))
+        # A device's clock may not tell two marks around a short call apart.
+        once_s = max(time_turn(call, 1), _LEAST_S)
+        repeats.append(min(max(math.ceil(turn_s / once_s), 1), _MAX_REPEATS))
     best = [math.inf] * len(calls)
     for round_ in range(num_rounds):
         # A B C, then C B A: no call always has the better place.
@@ -76,7 +82,11 @@ def _turn_s_of_device(streams: Streams, call: Call, num_repeats: int) -> float:
 
 # From sizes where the call takes most of the time to sizes where the elements do.
 CALIBRATION_NUMELS = (1 << 10, 1 << 14, 1 << 18)
+# The same on a device, which does 2^18 elements in less time than their launch takes.
+DEVICE_NUMELS = (1 << 14, 1 << 18, 1 << 24)
 NUM_ROUNDS = 5
+# Messages in one call that show what a further one takes.
+NUM_ROWS = 8
 # Elements of float32: a copy that shows the latency of the bus, and one that shows its rate.
 BUS_NUMELS = (1 << 10, 1 << 22)
 
@@ -94,9 +104,10 @@ def calibrate(
         layers=tuple(layers),
         first_plan=first_plan,
         codec_costs=costs | host_costs,
-        # On a GPU codecs have a stream of their own. On a CPU they take the cores that backward runs on.
-        encodes_on="backward" if device.type == "cpu" else "thread",
+        # On a CPU codecs take the cores that backward runs on.
+        encodes_on="backward" if device == HOST else "device",
         bus=bus,
+        engine=HOST_ENGINE if device == HOST or not settings.decides else measure_engine(device),
         step=step,
     )
 
@@ -147,18 +158,26 @@ def measure_codec(
     spec: CodecSpec,
     *,
     device: torch.device | str = "cpu",
-    numels: Sequence[int] = CALIBRATION_NUMELS,
-    turn_s: float = 0.0,
+    numels: Sequence[int] | None = None,
+    turn_s: float | None = None,
 ) -> CodecCost:
     """Time encode (with error feedback if the codec has it) and decode-add on normal gradients of `numels` elements.
 
-    turn_s  seconds of repeated calls between two readings of the clock; 0 is one call, which is exact enough for plans
+    On a device also calls with several messages, as the engine makes them there over sra.
+
+    numels  by default CALIBRATION_NUMELS or DEVICE_NUMELS
+    turn_s  seconds of repeated calls between two readings of the clock. By default TURN_S on a device, and 0 on the
+            host: one call, which is exact enough for plans
     """
-    codec, device = make_codec(spec), torch.device(device)
+    device = torch.device(device)
+    codec = make_codec(spec, device=device)
+    if numels is None:
+        numels = CALIBRATION_NUMELS if device == HOST else DEVICE_NUMELS
+    if turn_s is None:
+        turn_s = 0.0 if device == HOST else TURN_S
     times = []
     for numel in numels:
-        generator = torch.Generator().manual_seed(0)
-        grad_N = torch.randn(numel, generator=generator, dtype=torch.float32, device=HOST).to(device)
+        grad_N = _normal(numel, device)
         payload = torch.empty(codec.payload_bytes(numel), dtype=torch.uint8, device=device)
         calls = (
             partial(codec.encode, grad_N, payload, 0, codec.new_memory(numel, device)),
@@ -166,7 +185,35 @@ def measure_codec(
         )
         times.append(best_seconds(calls, device, num_rounds=NUM_ROUNDS, turn_s=turn_s))
     encode_s, decode_s = zip(*times, strict=True)
-    return fit_cost(numels, encode_s, decode_s)
+    cost = fit_cost(numels, encode_s, decode_s)
+    if device == HOST or not any(option.scheme is Scheme.SRA for option in options_of(spec)):
+        return cost
+    encode_row_s, decode_row_s = _measure_rows(codec, cost, numels[0], turn_s)
+    return replace(cost, encode_row_s=encode_row_s, decode_row_s=decode_row_s)
+
+
+def _measure_rows(codec: Codec, cost: CodecCost, numel: int, turn_s: float) -> tuple[float, float]:
+    """Return the seconds to encode, and to decode, one more message in a call. `numel`: of all messages of a call."""
+    grad_N, memory = _normal(numel, codec.device), codec.new_memory(numel, codec.device)
+    row_numel = numel // NUM_ROWS
+    rows = [
+        PayloadRow(
+            grad_N[start : start + row_numel],
+            torch.empty(codec.payload_bytes(row_numel), dtype=torch.uint8, device=codec.device),
+            memory=memory.part(start, start + row_numel) if memory is not None else None,
+        )
+        for start in range(0, NUM_ROWS * row_numel, row_numel)
+    ]
+    calls = partial(codec.encode_rows, rows), partial(codec.decode_rows, rows)
+    encode_s, decode_s = best_seconds(calls, codec.device, num_rounds=NUM_ROUNDS, turn_s=turn_s)
+    encode_row_s = (encode_s - cost.encode_s(1, numel)) / (NUM_ROWS - 1)
+    decode_row_s = (decode_s - cost.decode_s(1, numel)) / (NUM_ROWS - 1)
+    return max(encode_row_s, 0.0), max(decode_row_s, 0.0)
+
+
+def _normal(numel: int, device: torch.device) -> Tensor:
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(numel, generator=generator, dtype=torch.float32, device=device)
 
 
 def measure_errors(

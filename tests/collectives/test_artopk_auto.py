@@ -18,7 +18,9 @@ from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases, Transport, make_exchange
 from cgx_ray.collectives.artopk import ArTopk, StarOrVar, compression_gain
 from cgx_ray.collectives.transport.tcp import connect_mesh
+from cgx_ray.errors import WireError
 from cgx_ray.plan import CodecSpec, Scheme
+from cgx_ray.runtime_ext import sparse
 
 WORLD = 4
 NUMEL = 4000
@@ -90,6 +92,40 @@ def test_auto_settles_for_the_better_choice_and_is_nearly_as_good_as_that_throug
     # The worse choice is in force in one trial of the cycle and one of the next. Steps differ by about 1 %.
     share_lost = 2 * 2 * WORLD / NUM_STEPS
     assert auto.energy >= best * (1 - share_lost) * (1 - 1e-2), (auto.energy, best)
+
+
+def _with_hostile_indices(rank: int, case: str) -> str:
+    """Exchange on a device, which unpacks what a message says unseen; return the error."""
+    device = torch.device("cpu", 0)
+    mesh = connect_mesh(dist.group.WORLD, TIMEOUT_S)
+    transport = Transport(dist.group.WORLD, mesh=mesh, timeout_s=TIMEOUT_S)
+    codec = make_codec(CodecSpec(name="topk", density=0.01), device=device)
+    exchange = make_exchange(codec, Scheme.ARTOPK_TREE, NUMEL, 4, transport)
+    unpack = sparse.unpack_indices
+
+    def unpack_unseen(packed: torch.Tensor, count_1: torch.Tensor, numel: int, index_K: torch.Tensor) -> None:
+        unpack(packed, count_1, numel, index_K)
+        if case == "count":
+            count_1.fill_(-1)
+        elif case:
+            index_K[3] = {"beyond": 2**31 - 1, "negative": -5, "twice": int(index_K[2])}[case]
+
+    sparse.unpack_indices = unpack_unseen
+    try:
+        stamp = Stamp(plan_version=0, step=0, group=0, codec="topk")
+        exchange.run(gradient("star", rank, 0), codec.new_memory(NUMEL), stamp, 0, Phases())
+    except WireError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+        transport.close()
+    return ""
+
+
+@pytest.mark.parametrize("case", ["", "beyond", "negative", "twice", "count"])
+def test_indices_of_a_broken_message_are_used_on_no_device(case: str) -> None:
+    for error in run_ranks(2, _with_hostile_indices, case):
+        assert ("indices that ascend below 4000" in error) == bool(case), error
 
 
 def test_of_equals_it_takes_star() -> None:

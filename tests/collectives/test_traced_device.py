@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -75,6 +76,7 @@ class Run:
         case: tuple[str, str, str],
         device: TracedDevice | None,
         vendor: dist.ProcessGroup | None,
+        by_layer: Sequence[CodecSpec] = (),
     ) -> None:
         codec, scheme, where = case
         group = dist.group.WORLD
@@ -92,7 +94,7 @@ class Run:
         # Not in shared memory, since the vendor may add in another order.
         mesh = connect_mesh(group, TIMEOUT_S, shared_memory=False)
         transport = Transport(group, mesh=mesh, timeout_s=TIMEOUT_S, cuda_group=vendor)
-        self.engine = Engine(LAYERS, plan, transport, device=HOST if device is None else DEVICE)
+        self.engine = Engine(LAYERS, plan, transport, device=HOST if device is None else DEVICE, by_layer=by_layer)
         self.num_groups = len(plan.groups)
         self._device, self._streams = device, self.engine.streams
         self._random = torch.Generator().manual_seed(rank)
@@ -224,6 +226,42 @@ def test_without_any_one_wait_a_race_is_found(case: tuple[str, str, str], residu
     for site in sorted(sites):
         errors = [outcome.error for outcome in run_ranks(2, _train, case, 0, site, residual)]
         assert any(error is not None and "are not ordered" in error for error in errors), (site, errors)
+
+
+CANDIDATES = [CodecSpec.parse(text) for text in ("none", "bf16", "qsgd", "terngrad", "topk:density=0.05")]
+
+
+def _metered(rank: int, codec: str, scheme: str, seed: int | None) -> tuple[Any, list[int]]:
+    """Return what a step measures of gains, and the host's waits in steps without measuring, and with."""
+    device = TracedDevice(seed) if seed is not None else None
+    if device is not None:
+        device.install(None)
+    run = Run(rank, (codec, scheme, "auto"), device, None, [CodecSpec(name="qsgd")])
+    waits = []
+    with run.engine.metered(CANDIDATES, 2):
+        for _ in range(2):
+            run.step()
+            (sample,) = run.engine.take_samples()
+            waits.append(device.counts["waits"] if device is not None else 0)
+    run.engine.close()
+    measured = (sample.gain, sample.kept, sample.gain_curve, sample.norm, sample.residual_norm, sample.layer_errors)
+    return measured, [waits[0], waits[1] - waits[0]]
+
+
+@pytest.mark.parametrize(("codec", "scheme"), [("qsgd", "sra"), ("topk:density=0.05", "allgather")])
+def test_a_step_that_measures_gains_waits_once_for_the_device_and_measures_what_a_cpu_does(
+    codec: str, scheme: str
+) -> None:
+    expected = [measured for measured, _ in run_ranks(2, _metered, codec, scheme, None)]
+    for seed in range(3):
+        for (found, waits), wanted in zip(run_ranks(2, _metered, codec, scheme, seed), expected, strict=True):
+            assert found == wanted
+            gain, kept, curve, _, _, layer_errors = found
+            assert len(gain) >= len(CANDIDATES)
+            assert len(layer_errors) == len(LAYERS)
+            assert curve
+            assert bool(kept) == (scheme == "allgather")
+            assert waits[1] == waits[0] + 1, waits
 
 
 def _kept_rooms(rank: int, scheme: str) -> list[int]:

@@ -17,7 +17,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Plan
 from cgx_ray.planner.candidates import CodecCost, codec_cost_of
 from cgx_ray.planner.cost import Link
-from cgx_ray.planner.legs import THREAD_S
+from cgx_ray.planner.engine_cost import HOST_ENGINE
 from cgx_ray.planner.models import load_model
 from cgx_ray.planner.profile import Profile, load_profile, save_profile
 from cgx_ray.planner.scenario import (
@@ -29,6 +29,7 @@ from cgx_ray.planner.scenario import (
     parse_sweep,
 )
 
+THREAD_S = HOST_ENGINE.thread_s
 LAN = Link.from_rates(bandwidth_gbps=1, latency_ms=0.5)
 
 

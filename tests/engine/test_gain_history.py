@@ -25,20 +25,27 @@ def gradient(seed: int, layers: tuple[Layer, ...] = LAYERS) -> dict[str, Tensor]
     return {layer.name: torch.randn(layer.numel, generator=random) ** 3 for layer in layers if not layer.is_small}
 
 
+def samples_of(history: GradientHistory, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not gradients:
+        return {}
+    joined_N, numels = history.sample(gradients)
+    return dict(zip(gradients, joined_N.split(numels), strict=True))
+
+
 def gains_after(*gradients: dict[str, Tensor]) -> dict[str, float]:
     history = GradientHistory(LAYERS)
     for one in gradients:
-        history.add_samples(history.sample(one))
+        history.add_samples(samples_of(history, one))
     return history.gains([TOPK], key=1)
 
 
 def test_a_large_model_is_sampled_in_whole_blocks_and_every_layer_is_in_the_sample() -> None:
     layers = tuple(Layer(name=str(index), numel=1 << 20 >> index, ndim=2) for index in range(8))
-    samples = GradientHistory(layers).sample(gradient(0, layers))
+    samples = samples_of(GradientHistory(layers), gradient(0, layers))
     numels = [len(sample_N) for sample_N in samples.values()]
     assert all(numel and numel % HISTORY_BLOCK == 0 for numel in numels), numels
     assert HISTORY_NUMEL / 2 < sum(numels) < 2 * HISTORY_NUMEL
-    again = GradientHistory(layers).sample(gradient(0, layers))
+    again = samples_of(GradientHistory(layers), gradient(0, layers))
     assert all(torch.equal(again[name], sample_N) for name, sample_N in samples.items())
 
 

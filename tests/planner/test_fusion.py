@@ -13,7 +13,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, CodecSpec, Intra, Option, Scheme
 from cgx_ray.planner.candidates import FREE, CodecCost
 from cgx_ray.planner.cost import Link, Network, exchange_s
-from cgx_ray.planner.legs import MESSAGE_S, THREAD_S
+from cgx_ray.planner.engine_cost import HOST_ENGINE
 from cgx_ray.planner.papers.cupcake import cupcake
 from cgx_ray.planner.pipeline import GroupCost, GroupEnd, Pipeline, group_cost
 from cgx_ray.planner.search import search
@@ -126,6 +126,7 @@ def test_impossible_pipelines_are_refused(changes: dict[str, object], message: s
 
 # What a group costs under an option.
 
+THREAD_S, MESSAGE_S = HOST_ENGINE.thread_s, HOST_ENGINE.message_s
 CODEC = CodecCost(encode_a_s=1e-4, encode_b_s_per_element=2e-9, decode_a_s=3e-5, decode_b_s_per_element=1e-9)
 QSGD = Option(codec=CodecSpec(name="qsgd"), scheme=Scheme.SRA)
 TOPK = Option(codec=CodecSpec(name="topk", density=0.01), scheme=Scheme.ARTOPK_RING)

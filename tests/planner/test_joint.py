@@ -16,13 +16,15 @@ from cgx_ray.plan import DENSE, CodecSpec, Intra, Layer, Option, Scheme, make_pl
 from cgx_ray.planner import chain
 from cgx_ray.planner.candidates import CodecCost, candidate_options
 from cgx_ray.planner.cost import Link, Network, hierarchical_terms, terms
+from cgx_ray.planner.engine_cost import HOST_ENGINE
 from cgx_ray.planner.joint import MAX_ERROR, MAX_GAP, best_plan
-from cgx_ray.planner.legs import MESSAGE_S, THREAD_S, exchange_stages
+from cgx_ray.planner.legs import exchange_stages
 from cgx_ray.planner.models import MODEL_NAMES, load_model
 from cgx_ray.planner.pipeline import Pipeline, cheapest, group_cost
 from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of, predict
 from cgx_ray.planner.timeline import Resource
 
+THREAD_S, MESSAGE_S = HOST_ENGINE.thread_s, HOST_ENGINE.message_s
 ROUNDING = 1e-9
 DENSITIES = (0.1, 0.01)
 OPTIONS = candidate_options(DENSITIES)
@@ -382,7 +384,7 @@ def test_the_cheapest_option_for_a_group_is_the_one_of_least_latency_then_the_on
         ({"backward_s": (1.0, 2.0)}, "1 layers and 2 backward times"),
         ({"backward_s": (math.nan,)}, "backward_s 0 is nan"),
         ({"gain": {"bf16": 0.0}}, "gain of bf16"),
-        ({"encodes_on": "gpu"}, "encodes_on is 'gpu'; give one of backward, thread"),
+        ({"encodes_on": "gpu"}, "encodes_on is 'gpu'; give one of backward, thread, device"),
     ],
 )
 def test_impossible_measurements_are_refused(changes: dict[str, object], message: str) -> None:

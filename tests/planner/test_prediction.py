@@ -14,10 +14,11 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, CodecSpec, Intra, Layer, Option, Scheme
 from cgx_ray.planner.candidates import CodecCost, candidate_options, efficiency
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.legs import THREAD_S
+from cgx_ray.planner.engine_cost import HOST_ENGINE
 from cgx_ray.planner.pipeline import GroupEnd, Pipeline, group_cost
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
 
+THREAD_S = HOST_ENGINE.thread_s
 DENSITIES = (0.1, 0.01, 0.001)
 SCHEMES = (Scheme.SRA, Scheme.ALLGATHER, Scheme.ARTOPK_RING)
 OPTIONS = (DENSE, *(o for o in candidate_options(DENSITIES)[12:] if o.intra is Intra.FLAT and o.scheme in SCHEMES))

@@ -16,7 +16,8 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, PIECE_BYTES, CodecSpec, Option, Scheme
 from cgx_ray.planner.candidates import FREE, CodecCost, candidate_options
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.legs import MESSAGE_S, THREAD_S, Leg, exchange_stages, legs, thread_s
+from cgx_ray.planner.engine_cost import HOST_ENGINE
+from cgx_ray.planner.legs import Leg, exchange_stages, legs, thread_s
 from cgx_ray.planner.pipeline import GroupEnd
 from cgx_ray.planner.scheme_costs import Overlap
 from cgx_ray.planner.timeline import Resource, Stage, Timeline, simulate
@@ -58,6 +59,7 @@ def groups_on(resources: list[Resource]) -> st.SearchStrategy[list[tuple[float, 
     return st.lists(st.tuples(st.integers(0, 9).map(float), chains), min_size=1, max_size=6)
 
 
+THREAD_S, MESSAGE_S = HOST_ENGINE.thread_s, HOST_ENGINE.message_s
 GROUPS = groups_on(list(Resource))
 GROUPS_BESIDE_BACKWARD = groups_on([Resource.CODEC, Resource.INTRA, Resource.INTER])
 

@@ -143,13 +143,14 @@ def read_question(
         gain={**TYPICAL_GAINS, **given},
         min_gain=min_gain,
         periods=_read_periods(period),
+        engine=measured.engine,
     )
     swept = None if sweep is None else parse_sweep(sweep, ranks_per_node)
     nodes = ranks_per_node if swept is not None and swept.name == "workers" else network.ranks_per_node
     assumptions = [f"{compute_from}: {1e3 * compute_s:.4g} ms of forward and backward"]
     if samples_per_epoch is not None and (step_time is not None or compute_s == description.measured_s):
         assumptions.append(f"{batch} samples per worker and step (--batch)")
-    assumptions += _about_compute(description, gpu)
+    assumptions += _about_compute(description, gpu, measured)
     if nodes > 1:
         assumptions.append(f"nodes of {nodes}, inside {inside.bandwidth_gbps:g} Gbit/s and {1e3 * inside.alpha_s:g} ms")
     assumptions += _about_codecs(scenario, measured, given)
@@ -173,9 +174,12 @@ def _read_periods(text: str) -> tuple[int, ...]:
     return (period,)
 
 
-def _about_compute(model: ModelDescription, gpu: str | None) -> list[str]:
+def _about_compute(model: ModelDescription, gpu: str | None, measured: Profile) -> list[str]:
     """Return the assumptions about what was not measured, or is not in the model."""
-    assumptions = ["no copies between a GPU and its host, and no NCCL: neither is in the model"]
+    # The profile of a GPU has what groups cost there, with dense sums by NCCL.
+    is_gpu = measured.engine.codes_rows
+    nccl = "" if is_gpu else ", and no NCCL"
+    assumptions = [f"no copies between a GPU and its host{nccl}: {'not' if is_gpu else 'neither is'} in the model"]
     if gpu is not None:
         assumptions.append(f"nothing was measured on a GPU: the speed of {gpu} is from its data sheet")
     if not model.ready_s:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from cgx_ray.control.learned.learned_errors import LearnedErrors
@@ -17,6 +17,7 @@ from cgx_ray.control.policies.policy import PlannerInput, Policy, Situation, Sta
 from cgx_ray.plan import GroupPlan, Layer, Option, Plan
 from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.cost import Link, Network
+from cgx_ray.planner.engine_cost import HOST_ENGINE, EngineCost
 from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of, period_of
 
 
@@ -49,6 +50,7 @@ def situation_fields(situation: Situation) -> dict[str, Any]:
         "encodes_on": now.encodes_on,
         "is_settled": now.is_settled,
         "bus": _link_fields(now.bus) if now.bus is not None else None,
+        "engine": asdict(now.engine) if now.engine != HOST_ENGINE else None,
         "errors": planner_input.errors.recorded(),
         "plan_s": [
             {"groups": group_fields(groups, now.layers), "period": period_of(groups), "step_s": step_s}
@@ -113,6 +115,7 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
         encodes_on=fields["encodes_on"],
         is_settled=fields.get("is_settled", True),
         bus=Link(**fields["bus"]) if fields.get("bus") is not None else None,
+        engine=EngineCost(**fields["engine"]) if fields.get("engine") is not None else HOST_ENGINE,
         # Every plan has the fixed groups, so the plan in force has them too.
         fixed=tuple(group for group in groups_of(plan, layers) if group.is_fixed),
     )
@@ -168,13 +171,13 @@ def read_groups(fields: Sequence[Mapping[str, Any]], layers: Sequence[Layer]) ->
 
 
 def cost_fields(costs: Mapping[str, CodecCost]) -> dict[str, list[float]]:
-    """Return the four times of each codec, in the order of `CodecCost`."""
-    return {name: list(astuple(cost)) for name, cost in costs.items()}
+    """Return the times of each codec, in the order of `CodecCost`, those of rows if they were measured."""
+    return {name: list(cost.known().values()) for name, cost in costs.items()}
 
 
 def _read_costs(fields: Mapping[str, Sequence[float]]) -> dict[str, CodecCost]:
     names = CodecCost.__slots__
-    return {codec: CodecCost(**dict(zip(names, seconds, strict=True))) for codec, seconds in fields.items()}
+    return {codec: CodecCost(**dict(zip(names, seconds, strict=False))) for codec, seconds in fields.items()}
 
 
 def _link_fields(link: Link) -> dict[str, float]:

@@ -258,10 +258,12 @@ class Adaptive(Policy):
         """Return a codec that was never in use, if its calibrated times may be all that keeps a plan from replacing
         `kept`.
 
-        They may be MAX_OVERSTATED times too long.
+        They may be MAX_OVERSTATED times too long. Those of a GPU are not: steps could not time it better.
         """
         planner_input, errors = situation.planner_input, situation.planner_input.errors
         measured = planner_input.now
+        if measured.encodes_on == "device":
+            return None
         allowed = self._allowed(situation)
         codecs = {option.codec for option in allowed} - {NONE}
         untimed = {codec for codec in codecs if not errors.is_timed(str(codec))}

@@ -207,7 +207,8 @@ class StepsBesidePredictions:
     def learn(self, measured: Measured, now_s: float) -> list[str]:
         """Learn the errors of the plan in force; return the codecs that were never timed in steps before.
 
-        A codec on a GPU is another one than on the host, see `Measured.cost_name`.
+        A codec on a GPU is another one than on the host, see `Measured.cost_name`. No step times it, since the host
+        does not wait for it: its times stay as calibrated, and what they lack is an error of its options.
         """
         window = self.record.window
         # All plans are compared with dense, so a single dense step counts.
@@ -217,6 +218,8 @@ class StepsBesidePredictions:
         before = predict(measured, self._groups)
         codec_s = median(step.codec_s for step in window)
         codecs = {measured.cost_name(option) for option in timed_options(self.plan)}
+        if any(measured.is_untimed(option) for option in timed_options(self.plan)):
+            codecs = set()
         untimed = [codec for codec in codecs if not self.errors.is_timed(codec)]
         # Without a GPU these codecs take all of it.
         others_s = self._others_s(measured, codecs) if measured.bus is not None else 0.0

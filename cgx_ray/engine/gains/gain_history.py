@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from cgx_ray.codecs.codec import HOST, Codec
+from cgx_ray.codecs.codec import Codec
 from cgx_ray.codecs.shadow import settled_artopk_gains, settled_gain, settles
 from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Layer, options_of
 
@@ -37,14 +37,10 @@ class GradientHistory:
         # By gradient and pool.
         self._gradients: deque[list[Tensor]] = deque(maxlen=NUM_GRADIENTS)
 
-    def sample(self, layers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the samples of layers' gradients, as float32 on the host."""
-        if not layers:
-            return {}
+    def sample(self, layers: Mapping[str, Tensor]) -> tuple[Tensor, list[int]]:
+        """Return the samples of layers' gradients, one after the other, where these are, and the elements of each."""
         parts = [self._blocks(grad_N) for grad_N in layers.values()]
-        # One copy from the device for all layers.
-        joined_N = torch.cat(parts).to(HOST, torch.float32)
-        return dict(zip(layers, joined_N.split([len(part_N) for part_N in parts]), strict=True))
+        return torch.cat(parts), [len(part_N) for part_N in parts]
 
     def _blocks(self, grad_N: Tensor) -> Tensor:
         num_blocks = grad_N.numel() // HISTORY_BLOCK
@@ -52,7 +48,10 @@ class GradientHistory:
         return blocks_BE[:: self._stride].flatten()
 
     def add_samples(self, samples: Mapping[str, Tensor]) -> None:
-        """Add the gradient of a step, given by layer. Ignored if a layer is missing, or if it is 0 or not finite."""
+        """Add the gradient of a step, by layer, float32 on the host.
+
+        Ignored if a layer is missing, or if it is 0 or not finite.
+        """
         if not all(name in samples for pool in self._pools for name in pool):
             return
         pools = [torch.cat([samples[name] for name in pool]) for pool in self._pools]

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from cgx_ray.codecs import Codec
-from cgx_ray.codecs.gain import CURVE_SAMPLE_NUMEL, GainCurve, kept_energy, sample_blocks, squared_error, squared_ranges
+from cgx_ray.codecs.codec import HOST
+from cgx_ray.codecs.gain import (
+    CURVE_SAMPLE_NUMEL,
+    GainCurve,
+    Ranges,
+    histogram,
+    lost_energy,
+    sample_blocks,
+    squared_ranges,
+)
 from cgx_ray.codecs.shadow import settles
 from cgx_ray.engine.gains.gain_history import GradientHistory
 from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.monitors.sample import CURVE_DENSITIES, LayerError
 from cgx_ray.plan import NONE
+from cgx_ray.runtime_ext.streams import DeviceNumbers, Reading
 
 T = TypeVar("T")
 # Elements of a layer on which errors are measured: with four blocks, those of an embedding were off by up to 6x.
@@ -47,53 +58,131 @@ class _GroupGains:
     fed: float
     kept: dict[str, float]
     curve: list[float]
-    in_use: dict[str, float] = field(default_factory=dict)
+    in_use: dict[str, float]
+
+
+@dataclass(slots=True, kw_only=True)
+class _GroupNumbers:
+    """Numbers of a group that its device computes.
+
+    sample, lost  energy of a sample, and what each codec loses of it; `lost` lacks codecs that lose nothing
+    fresh, fed    norms of the pieces of the gradient
+    counts        histogram of a sample
+    left          norm of what the option in use left
+    """
+
+    sample: Reading
+    lost: dict[str, Reading]
+    fresh: Reading
+    fed: Reading
+    counts: Reading
+    left: dict[str, Reading] = field(default_factory=dict)
+
+
+class _RangeNumbers(NamedTuple):
+    """`Ranges`, to be read."""
+
+    squares: Reading
+    rest: tuple[Reading, ...]
+    num_rest: int
+
+    @classmethod
+    def of(cls, ranges: Ranges, add: Callable[[Tensor], Reading]) -> _RangeNumbers:
+        return cls(add(ranges.squares), tuple(map(add, ranges.rest)), ranges.num_rest)
+
+
+class _LayerNumbers(NamedTuple):
+    """Norms of the pieces of a layer's gradient, ranges of it and of a sample, and what a codec loses of the sample."""
+
+    norms: Reading
+    whole: _RangeNumbers
+    part: _RangeNumbers
+    lost: Reading
 
 
 class GainMeter:
-    """Gains of candidate codecs, measured on samples of the groups of one step. `seconds`: CPU time spent so far.
+    """Gains of candidate codecs, measured on samples of the groups of one step. `seconds`: time spent so far.
+
+    A device computes the numbers of all groups before the host asks for one. Then all are read together.
 
     Codecs with a residual keep less of a gradient once they have one, so their gains are predicted by `history`
     for the time when error feedback has settled. Others are tried on the fresh gradients.
     """
 
     def __init__(
-        self, candidates: Mapping[str, Codec], history: GradientHistory, key: int, by_layer: Codec | None = None
+        self,
+        candidates: Mapping[str, Codec],
+        history: GradientHistory,
+        key: int,
+        by_layer: Codec | None = None,
+        device: torch.device = HOST,
     ) -> None:
         """`candidates`: codecs by `str(CodecSpec)`. `key` seeds their random numbers.
 
         by_layer  codec whose error is measured by layer
+        device    where the gradients are
         """
         self._by_layer = by_layer
-        self._layer_errors: dict[str, LayerError] = {}
         self._candidates = candidates
         self._history = history
         self._key = key
-        self._groups: dict[int, _GroupGains] = {}
-        self._samples: dict[str, Tensor] = {}
+        self._readings = DeviceNumbers(device)
+        self._numbers: dict[int, _GroupNumbers] = {}
+        self._of_layers: dict[str, _LayerNumbers] = {}
+        # Layers with the elements of each, and their samples.
+        self._samples: list[tuple[dict[str, int], Reading]] = []
+        # On the host CPU time of this thread, since the time that other programs take is not the cost of measuring. On
+        # a device the thread also waits.
+        self._now_s = time.thread_time if device == HOST else time.perf_counter
         self.seconds = 0.0
 
-    def measure(self, group: int, gradients: GroupGradients) -> float:
-        """Measure the group with this index. Return the energy of the whole group, fed."""
-        # CPU time of this thread, since the time that other programs take is not the cost of measuring.
-        start_s = time.thread_time()
+    def measure(self, group: int, gradients: GroupGradients) -> None:
+        """Measure the group with this index. Its gradients may change afterwards."""
+        start_s, add = self._now_s(), self._readings.add
         sample_N = sample_blocks(gradients.fresh).float()
-        energy = float(sample_N.double().square().sum())
-        tried = {name: codec for name, codec in self._candidates.items() if not settles(codec)}
-        kept = {
-            name: 1.0 if codec.spec == NONE or not energy else kept_energy(codec, sample_N, self._key) / energy
-            for name, codec in tried.items()
-        }
-        self._samples |= self._history.sample(gradients.layers)
+        tried = {name: codec for name, codec in self._tried.items() if codec.spec != NONE}
+        lost = {name: add(lost_energy(codec, sample_N, self._key)) for name, codec in tried.items()}
+        if gradients.layers:
+            samples_N, numels = self._history.sample(gradients.layers)
+            self._samples.append((dict(zip(gradients.layers, numels, strict=True)), add(samples_N)))
         if self._by_layer is not None:
             self._measure_layers(self._by_layer, gradients.layers)
-        fresh = fed = _energy(gradients.fresh)
-        if gradients.fed is not gradients.fresh:
-            fed = _energy(gradients.fed)
-        curve = GainCurve(sample_blocks(gradients.fed, CURVE_SAMPLE_NUMEL)).gain(CURVE_DENSITIES)
-        self._groups[group] = _GroupGains(fresh=fresh, fed=fed, kept=kept, curve=curve)
-        self.seconds += time.thread_time() - start_s
-        return fed
+        fresh = add(_norms(gradients.fresh))
+        self._numbers[group] = _GroupNumbers(
+            sample=add(sample_N.double().square().sum()),
+            lost=lost,
+            fresh=fresh,
+            fed=fresh if gradients.fed is gradients.fresh else add(_norms(gradients.fed)),
+            counts=add(histogram(sample_blocks(gradients.fed, CURVE_SAMPLE_NUMEL))),
+        )
+        self.seconds += self._now_s() - start_s
+
+    @property
+    def _tried(self) -> dict[str, Codec]:
+        return {name: codec for name, codec in self._candidates.items() if not settles(codec)}
+
+    @cached_property
+    def _groups(self) -> dict[int, _GroupGains]:
+        """Gains by group. Nothing is measured afterwards."""
+        self._readings.read()
+        return {group: self._gains_of(numbers) for group, numbers in self._numbers.items()}
+
+    def _gains_of(self, numbers: _GroupNumbers) -> _GroupGains:
+        number = self._readings.number
+        sample, fed = number(numbers.sample), self._energy(numbers.fed)
+        lost = {name: number(found) for name, found in numbers.lost.items()}
+        return _GroupGains(
+            fresh=self._energy(numbers.fresh),
+            fed=fed,
+            kept={name: (sample - lost[name]) / sample if name in lost and sample else 1.0 for name in self._tried},
+            curve=GainCurve.of_counts(self._readings.host(numbers.counts)).gain(CURVE_DENSITIES),
+            in_use={option: 1 - number(left) ** 2 / fed for option, left in numbers.left.items() if fed > 0},
+        )
+
+    def _energy(self, norms: Reading) -> float:
+        """Return |g|^2 from the norms of its pieces."""
+        pieces: list[float] = self._readings.host(norms).tolist()
+        return sum(norm**2 for norm in pieces)
 
     @property
     def bits(self) -> int | None:
@@ -102,7 +191,20 @@ class GainMeter:
 
     def layer_errors(self) -> dict[str, LayerError]:
         """Return energy and lost share under `by_layer`, by layer."""
-        return self._layer_errors
+        _ = self._groups  # reads all numbers
+        errors = {}
+        for name, found in self._of_layers.items():
+            energy, whole, part = self._energy(found.norms), self._ranges(found.whole), self._ranges(found.part)
+            if 0 < energy < math.inf and 0 < part < math.inf:
+                lost = self._readings.number(found.lost) * whole / part
+                errors[name] = LayerError(energy, lost / energy)
+        return errors
+
+    def _ranges(self, found: _RangeNumbers) -> float:
+        assert self._by_layer is not None
+        assert self._by_layer.spec.bucket_size is not None
+        squares, *rest = (self._readings.number(one) for one in (found.squares, *found.rest))
+        return squared_ranges(squares, rest, found.num_rest, self._by_layer.spec.bucket_size)
 
     def _measure_layers(self, codec: Codec, layers: Mapping[str, Tensor]) -> None:
         """Measure the error of each layer on a sample, and scale it by squared ranges to the whole layer.
@@ -110,18 +212,21 @@ class GainMeter:
         Ranges in the rows of an embedding differ by orders of magnitude, so a few rows show neither the energy of the
         layer nor its error. They do show the error for a range.
         """
-        assert codec.spec.bucket_size is not None
+        add, bucket_size = self._readings.add, codec.spec.bucket_size
+        assert bucket_size is not None
         for name, grad_N in layers.items():
             sample_N = sample_blocks(grad_N, LAYER_SAMPLE_NUMEL, self._key).float()
-            energy = _energy(grad_N)
-            whole, part = (squared_ranges(one_N, codec.spec.bucket_size) for one_N in (grad_N, sample_N))
-            if 0 < energy < math.inf and 0 < part < math.inf:
-                lost = squared_error(codec, sample_N, self._key) * whole / part
-                self._layer_errors[name] = LayerError(energy, lost / energy)
+            whole, part = (Ranges.of(one_N, bucket_size) for one_N in (grad_N, sample_N))
+            self._of_layers[name] = _LayerNumbers(
+                norms=add(_norms(grad_N)),
+                whole=_RangeNumbers.of(whole, add),
+                part=_RangeNumbers.of(part, add),
+                lost=add(lost_energy(codec, sample_N, self._key)),
+            )
 
-    def correct(self, group: int, option: str, kept: float) -> None:
-        """Note the share that the exchange of a measured group really kept, by the option in use."""
-        self._groups[group].in_use[option] = kept
+    def correct(self, group: int, option: str, left_N: Tensor) -> None:
+        """Note what the exchange of a measured group really left, by the option in use."""
+        self._numbers[group].left[option] = self._readings.add(left_N.norm())
 
     def gains(self) -> dict[str, float]:
         """Return the gains of all candidates by `str(CodecSpec)`, and by `str(Option)` where schemes differ.
@@ -129,17 +234,23 @@ class GainMeter:
         Groups are weighted by energy. Empty if the energy is 0 or not finite. Adds the step to the history, so call it
         once.
         """
+        start_s = self._now_s()
         total = self._fresh_energy
         if not 0 < total < math.inf:
             return {}
-        start_s = time.thread_time()
         groups = self._groups.values()
-        names = [name for name, codec in self._candidates.items() if not settles(codec)]
-        tried = {name: sum(group.fresh * group.kept[name] for group in groups) / total for name in names}
-        self._history.add_samples(self._samples)
+        tried = {name: sum(group.fresh * group.kept[name] for group in groups) / total for name in self._tried}
+        self._history.add_samples(
+            {name: sample_N for numels, found in self._samples for name, sample_N in self._parts(numels, found)}
+        )
         settled = self._history.gains(self._candidates.values(), self._key)
-        self.seconds += time.thread_time() - start_s
+        self.seconds += self._now_s() - start_s
         return tried | settled
+
+    def _parts(self, numels: Mapping[str, int], samples: Reading) -> Iterator[tuple[str, Tensor]]:
+        """Yield layers with their parts of joined samples, float32."""
+        parts = self._readings.host(samples).float().split([*numels.values()])
+        return zip(numels, parts, strict=True)
 
     def kept(self) -> dict[str, float]:
         """Return what was really kept, by `str(Option)` of the options in use; groups are weighted by energy."""
@@ -185,16 +296,19 @@ class StepMeter:
         self._step = step
         self.gains: dict[str, float] = {}
 
-    def measure(self, group: int, gradients: Callable[[], GroupGradients]) -> float:
-        """Call `GainMeter.measure` with the result of `gradients`. Return 0 after an error."""
-        return self._ask(lambda meter: meter.measure(group, gradients()), 0.0)
+    def measure(self, group: int, gradients: Callable[[], GroupGradients]) -> None:
+        """Call `GainMeter.measure` with the result of `gradients`. Do nothing after an error."""
+        self._ask(lambda meter: meter.measure(group, gradients()), None)
 
-    def correct(self, group: int, option: str, kept: Callable[[], float]) -> None:
-        """Call `GainMeter.correct` with the result of `kept`. Do nothing after an error."""
-        self._ask(lambda meter: meter.correct(group, option, kept()), None)
+    def correct(self, group: int, option: str, left_N: Tensor) -> None:
+        """Call `GainMeter.correct`. Do nothing after an error."""
+        self._ask(lambda meter: meter.correct(group, option, left_N), None)
 
     def finish(self) -> float:
-        """Compute `gains`, when all groups are measured. Return the seconds: some milliseconds per codec."""
+        """Read all numbers and compute `gains`, when all groups are measured.
+
+        Return the seconds: some milliseconds per codec.
+        """
         before_s = self.seconds
         self.gains = self._ask(lambda meter: meter.gains(), {})
         return max(self.seconds - before_s, 0.0)
@@ -239,9 +353,10 @@ class StepMeter:
         return otherwise
 
 
-def _energy(grad_N: Tensor) -> float:
-    """Return |g|^2, as of float32. A CPU converts other types in pieces; a GPU converts what it reads."""
-    if grad_N.is_cuda:
-        return float(torch.linalg.vector_norm(grad_N, dtype=torch.float32)) ** 2
+def _norms(grad_N: Tensor) -> Tensor:
+    """Return |g| of each piece, float32. A CPU converts other types in pieces; a GPU converts what it reads."""
+    if not grad_N.is_cpu:
+        norm: Tensor = torch.linalg.vector_norm(grad_N, dtype=torch.float32)
+        return norm
     pieces = (grad_N,) if grad_N.dtype == torch.float32 else grad_N.split(_PIECE_NUMEL)
-    return sum(float(piece.float().norm()) ** 2 for piece in pieces)
+    return torch.stack([piece.float().norm() for piece in pieces])

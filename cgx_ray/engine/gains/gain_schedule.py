@@ -6,7 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
+
 from cgx_ray.codecs import Codec, make_codec
+from cgx_ray.codecs.codec import HOST
 from cgx_ray.engine.gains.gain_history import GradientHistory
 from cgx_ray.engine.gains.gain_meter import GainMeter
 from cgx_ray.plan import CodecSpec, Layer
@@ -33,13 +36,21 @@ class GainSchedule:
     """
 
     def __init__(
-        self, candidates: Sequence[CodecSpec], layers: Sequence[Layer], by_layer: Sequence[CodecSpec] = ()
+        self,
+        candidates: Sequence[CodecSpec],
+        layers: Sequence[Layer],
+        by_layer: Sequence[CodecSpec] = (),
+        device: torch.device = HOST,
     ) -> None:
-        """`by_layer`: codecs whose errors are measured by layer, one per measurement, in turn."""
+        """
+        by_layer  codecs whose errors are measured by layer, one per measurement, in turn
+        device    where the gradients are
+        """
         self.start(0)
-        self._by_layer, self._num_measured = [make_codec(spec) for spec in by_layer], 0
+        self._device = device
+        self._by_layer, self._num_measured = [make_codec(spec, device=device) for spec in by_layer], 0
         self._history = GradientHistory(layers)
-        self._candidates = _by_name(candidates)
+        self._candidates = self._by_name(candidates)
         self._interval_steps = INTERVAL_STEPS
         self._max_time_share: float | None = MAX_TIME_SHARE
 
@@ -47,11 +58,14 @@ class GainSchedule:
     def replaced(self, candidates: Sequence[CodecSpec], interval_steps: int) -> Iterator[None]:
         """Measure `candidates` every `interval_steps` instead, at any cost. Enter and leave between steps."""
         before = self._candidates, self._interval_steps, self._max_time_share
-        self._candidates, self._interval_steps, self._max_time_share = _by_name(candidates), interval_steps, None
+        self._candidates, self._interval_steps, self._max_time_share = self._by_name(candidates), interval_steps, None
         try:
             yield
         finally:
             self._candidates, self._interval_steps, self._max_time_share = before
+
+    def _by_name(self, candidates: Sequence[CodecSpec]) -> dict[str, Codec]:
+        return {str(spec): make_codec(spec, device=self._device) for spec in candidates}
 
     def start(self, step: int) -> None:
         """Begin at `step`, after the engine has been made or a checkpoint loaded."""
@@ -69,7 +83,7 @@ class GainSchedule:
         """Return a meter of all candidates for one step. `key` seeds their random numbers."""
         by_layer = self._by_layer[self._num_measured % len(self._by_layer)] if self._by_layer else None
         self._num_measured += 1
-        return GainMeter(self._candidates, self._history, key, by_layer)
+        return GainMeter(self._candidates, self._history, key, by_layer, self._device)
 
     def charge(self, step: int, step_s: float, meter_s: float) -> None:
         """Postpone the next measurement until `meter_s`, spent in `step`, is no more than the allowed share."""
@@ -86,7 +100,3 @@ def is_measured(num_steps: int, affordable_from: int) -> bool:
     if num_steps in EARLY_STEPS:
         return affordable_from <= num_steps + ADVANCE_STEPS
     return num_steps % INTERVAL_STEPS == FIRST_STEP and num_steps >= affordable_from
-
-
-def _by_name(candidates: Sequence[CodecSpec]) -> dict[str, Codec]:
-    return {str(spec): make_codec(spec) for spec in candidates}

@@ -29,6 +29,7 @@ from cgx_ray.codecs.codec import Memory, PayloadRow
 from cgx_ray.collectives import Transport, hierarchical
 from cgx_ray.collectives.transport import transport as transport_module
 from cgx_ray.engine import group as engine_group
+from cgx_ray.engine.gains import gain_meter, gain_schedule
 from cgx_ray.runtime_ext import streams
 from cgx_ray.runtime_ext.mesh import flat
 from cgx_ray.runtime_ext.streams import Mark, Streams
@@ -50,6 +51,8 @@ from support.device.traced_calls import (
 DEVICE = torch.device("cpu", 0)
 # The site of what `apart` waits for besides the marks that it is given.
 APART = "apart"
+# Calls of torch whose result the host has.
+_READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 # Functions that ask for a mark, but go on whatever the answer is, or have asked before.
 _CURIOUS = {"watch", "_wait_for_each", "time_of", "_wait_for_mark"}
 
@@ -128,6 +131,7 @@ class TracedDevice(Streams):
         streams.STREAMS[DEVICE] = self
         make_codec, start, is_finite = engine_group.make_codec, Transport.start, engine_group.is_finite
         start_sum, all_reduce = Transport._start_sum, dist.all_reduce
+        histogram = gain_meter.histogram
 
         def traced_codec(*arguments: Any, **options: Any) -> Codec:
             codec = make_codec(*arguments, **options)
@@ -137,6 +141,10 @@ class TracedDevice(Streams):
         def traced_start(transport: Transport, sends: Any, receives: Any) -> Any:
             self.touch([part for _, part in flat(sends)], [part for _, part in flat(receives)], "a message")
             return start(transport, sends, receives)
+
+        def traced_histogram(grad_N: Tensor) -> Tensor:
+            self._read(grad_N, is_wait=False)
+            return histogram(grad_N)
 
         def traced_is_finite(values_N: Tensor) -> bool:
             self._read(values_N)
@@ -155,6 +163,8 @@ class TracedDevice(Streams):
         transport_module.streams_of = lambda device: self  # type: ignore[attr-defined]
         dist.all_reduce = traced_all_reduce
         engine_group.make_codec = hierarchical.make_codec = traced_codec  # type: ignore[attr-defined]
+        gain_schedule.make_codec = traced_codec  # type: ignore[attr-defined]
+        gain_meter.histogram = traced_histogram  # type: ignore[attr-defined]
         Transport.start = traced_start  # type: ignore[method-assign]
         engine_group.is_finite = traced_is_finite  # type: ignore[attr-defined]
 
@@ -324,11 +334,11 @@ class TracedDevice(Streams):
             if stream is not None:
                 self._accesses.append(Access(start, stop, is_write, stream, number, what))
 
-    def _read(self, tensor: Tensor) -> None:
-        """Let the host wait for its stream, and read a tensor."""
+    def _read(self, tensor: Tensor, *, is_wait: bool = True) -> None:
+        """Let the host wait for its stream, and read a tensor. `is_wait`: False if a device would do it by itself."""
         if self._is_own(tensor):
             with self._lock:
-                self.counts["waits"] += 1
+                self.counts["waits"] += is_wait
                 after = self._clocks[self.current()]
                 while any(self._num_done[stream] < number for stream, number in after.items()):
                     self._do_one()
@@ -403,7 +413,7 @@ class TracedDevice(Streams):
             return changed[0]
         # Its result is there at once: the device happens to be fast.
         for tensor in tensors:
-            self._read(tensor)
+            self._read(tensor, is_wait=operator in _READS)
         result = operator(*arguments, **options)
         for one in tree_leaves(result):
             if isinstance(one, Tensor):
