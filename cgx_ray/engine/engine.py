@@ -103,7 +103,7 @@ class Engine:
         self._pauses = PauseWatch()
         self._has_warned = False
         self.plan = plan
-        build_kernels([*codecs_on_device(plan), *candidates, *by_layer], device)
+        build_kernels([*codecs_on_device(plan, transport), *candidates, *by_layer], device)
         self._groups = self._make_groups()
         # The thread uses the groups' memory on a stream of its own.
         self.streams.mark().wait()
@@ -147,7 +147,7 @@ class Engine:
         """
         plan.check(self.layers, self._transport.world_size)
         try:
-            build_kernels(codecs_on_device(plan), self.device)
+            build_kernels(codecs_on_device(plan, self._transport), self.device)
         except (ConfigError, OSError, RuntimeError) as error:
             raise PlanError(f"the kernels of plan {plan.version} cannot be built: {error}") from error
         with self._lock:
