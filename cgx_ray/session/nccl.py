@@ -1,4 +1,4 @@
-"""The NCCL group that sums dense gradients of GPUs: whether ranks may have one, and its connections."""
+"""NCCL groups of all ranks, for dense gradients, and of a node: whether ranks may have them, and their connections."""
 
 from __future__ import annotations
 
@@ -68,21 +68,38 @@ def nccl_group(
             logger.info("cgx_ray does not sum by NCCL: %s; %s", problem, _INSTEAD)
         return None
     attempt = _Attempt(device, timeout_s)
-    limit_s = connect_s(timeout_s)
-    errors: list[str | None] = gather(attempt.error_after(limit_s))
-    failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
-    if not failed:
-        return attempt.group
-    attempt.give_up()
-    if dist.get_rank() == 0:
+    problem = attempt.problem_of_any(gather)
+    if problem is not None and dist.get_rank() == 0:
         logger.warning(
             "NCCL does not connect all ranks within %g s (%s): cgx_ray does not use it; %s. On nodes with several "
             "networks set NCCL_SOCKET_IFNAME, on every node, to the interface that reaches the other nodes",
-            limit_s,
-            failed[0],
+            connect_s(timeout_s),
+            problem,
             _INSTEAD,
         )
-    return None
+    return attempt.group if problem is None else None
+
+
+def inside_group(
+    nodes: Sequence[int], device: torch.device, gather: Gatherer, timeout_s: float
+) -> dist.ProcessGroup | None:
+    """Return an NCCL group of the ranks of this node, connected, on all ranks, or None on all of them.
+
+    nodes  by rank, the index of its node
+    device, timeout_s  as of `nccl_group`
+
+    Only for ranks that have got that group: what forbids one forbids both. Logs why there is none, once.
+    """
+    here = nodes[dist.get_rank()]
+    attempt = _Attempt(device, timeout_s, [rank for rank, node in enumerate(nodes) if node == here])
+    problem = attempt.problem_of_any(gather)
+    if problem is not None and dist.get_rank() == 0:
+        logger.warning(
+            "NCCL does not connect the ranks of each node within %g s (%s): hierarchical groups are summed by the host",
+            connect_s(timeout_s),
+            problem,
+        )
+    return attempt.group if problem is None else None
 
 
 def _place_of(model: DistributedDataParallel, device: torch.device) -> _Gpu:
@@ -126,9 +143,10 @@ class _Attempt:
     group  None until it is there
     """
 
-    def __init__(self, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, device: torch.device, timeout_s: float, ranks: Sequence[int] | None = None) -> None:
+        """`ranks`: those of the group, with this one, where each rank is in one group; left out, all ranks."""
         self.group: dist.ProcessGroup | None = None
-        self._device, self._timeout = device, timedelta(seconds=timeout_s)
+        self._device, self._timeout_s, self._ranks = device, timeout_s, ranks
         self._error: str | None = None
         self._lock = threading.Lock()
         self._is_given_up = False
@@ -136,23 +154,32 @@ class _Attempt:
         self._thread = threading.Thread(target=self._connect, name="cgx-ray-nccl", daemon=True)
         self._thread.start()
 
-    def error_after(self, limit_s: float) -> str | None:
-        """Wait for `limit_s` at most. Return what went wrong, None if the group is connected."""
-        self._thread.join(limit_s)
-        return f"no connection after {limit_s:g} s" if self._thread.is_alive() else self._error
+    def problem_of_any(self, gather: Gatherer) -> str | None:
+        """Wait until ranks are connected, at most as long as connections take. Return what went wrong on one of them.
 
-    def give_up(self) -> None:
-        """End the group, also one that comes later."""
-        with self._lock:
-            self._is_given_up = True
-        self._end()
+        Then the group ends, also one that comes later.
+        """
+        limit_s = connect_s(self._timeout_s)
+        self._thread.join(limit_s)
+        error = f"no connection after {limit_s:g} s" if self._thread.is_alive() else self._error
+        errors: list[str | None] = gather(error)
+        problem = next((f"rank {rank}: {one}" for rank, one in enumerate(errors) if one is not None), None)
+        if problem is not None:
+            with self._lock:
+                self._is_given_up = True
+            self._end()
+        return problem
 
     def _connect(self) -> None:
         streams = streams_of(self._device)
         try:
             streams.enter()
             # With `device_id` it connects at once, not in the first sum.
-            group = dist.new_group(backend="nccl", timeout=self._timeout, device_id=self._device)
+            limits: dict[str, Any] = {"timeout": timedelta(seconds=self._timeout_s), "device_id": self._device}
+            if self._ranks is not None:
+                # Nodes need not know of each other's groups.
+                limits |= {"ranks": list(self._ranks), "use_local_synchronization": True}
+            group = dist.new_group(backend="nccl", **limits)
             with self._lock:
                 self.group = group
             if self._is_given_up:
