@@ -18,6 +18,7 @@ from cgx_ray.control.learned.measured import (
     bits_by_layer,
     compressing_options,
     costliest,
+    inside_of,
     is_dense,
     layer_times,
     network_of,
@@ -124,7 +125,7 @@ class WorkerGroupState:
         num_local = before.ranks_per_node if num_workers % before.ranks_per_node == 0 else 1
         self.decided = replace(
             learned.measured,
-            network=network_of(num_workers, num_local, before.between, before.inside),
+            network=network_of(num_workers, num_local, before.between, before.inside, before.device_sums),
             codec_costs=self.steps.codec_costs,
             encodes_on=self._registration.encodes_on,
             bus=self._registration.bus,
@@ -373,8 +374,7 @@ class WorkerGroupState:
         if len(recent) < LINK_STEPS or rate is None or not self.gains.gain:
             return None
         between = Link(alpha_s=self.network.latency_s or self.network.probed_s, beta_s_per_byte=1 / rate.value)
-        link = recent[-1].inside
-        inside = Link(alpha_s=link.alpha_s, beta_s_per_byte=link.beta_s_per_byte) if link is not None else None
+        inside, device_sums = inside_of(recent[-1].inside)
         ready_s = [median(times) for times in zip(*(one.ready_s for one in recent), strict=True)]
         # Compute of a dense step, see `ComputeSlowdown`.
         compute_slowdown = self.steps.compute_slowdown
@@ -386,7 +386,7 @@ class WorkerGroupState:
             layers=self.layers,
             backward_s=tuple(backward_s),
             after_s=max(0.0, compute_s - sum(backward_s)),
-            network=network_of(self.plan.world_size, recent[-1].num_local, between, inside),
+            network=network_of(self.plan.world_size, recent[-1].num_local, between, inside, device_sums),
             codec_costs=self.steps.codec_costs,
             gain=self.losses.gain | self.gains.usable if chooses_bits else self.gains.usable,
             encodes_on=self._registration.encodes_on,

@@ -129,12 +129,14 @@ def copy_s(option: Option, network: Network, num_bytes: float, bus: Link | None)
 
     0 if the codec works where the gradients are. `bus` as in `Measured`.
     """
-    return bus.seconds(1, num_bytes) if bus is not None and option.is_on_host and network.num_workers > 1 else 0.0
+    return (
+        bus.seconds(1, num_bytes) if bus is not None and network.needs_host(option) and network.num_workers > 1 else 0.0
+    )
 
 
-def works_on(option: Option, encodes_on: EncodesOn, bus: Link | None) -> EncodesOn:
+def works_on(option: Option, network: Network, encodes_on: EncodesOn, bus: Link | None) -> EncodesOn:
     """Return where the codec of `option` works. On the host of a GPU it takes nothing from backward."""
-    return "thread" if bus is not None and option.is_on_host else encodes_on
+    return "thread" if bus is not None and network.needs_host(option) else encodes_on
 
 
 def exchange_stages(
@@ -161,7 +163,7 @@ def exchange_stages(
     stages: list[Stage] = []
     parts = legs(option, network, numel, item_bytes)
     for leg in parts:
-        stages += _stages(leg, cost, 0.0 if stages else thread_s(parts), works_on(option, encodes_on, bus))
+        stages += _stages(leg, cost, 0.0 if stages else thread_s(parts), works_on(option, network, encodes_on, bus))
     copied_s = copy_s(option, network, numel * item_bytes, bus)
     if copied_s == 0:
         return tuple(stages)

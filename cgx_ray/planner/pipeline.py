@@ -259,7 +259,7 @@ def group_cost(
     parts = legs(option, network, numel, item_bytes)
     calls_s = sum(codec_cost.encode_s(leg.encode[0], 0) + codec_cost.decode_s(leg.decode[0], 0) for leg in parts)
     coded_s = sum(codec_cost.encode_s(0, leg.encode[1]) + codec_cost.decode_s(0, leg.decode[1]) for leg in parts)
-    is_beside = works_on(option, encodes_on, bus) == "thread"
+    is_beside = works_on(option, network, encodes_on, bus) == "thread"
     copy_a_s = copy_s(option, network, 0, bus)
     copied_s = copy_s(option, network, numel * item_bytes, bus) - copy_a_s
     uses, done = _uses(parts, codec_cost if is_beside else FREE, copied_s)

@@ -129,7 +129,7 @@ class Measured:
 
     def cost_of(self, option: Option) -> CodecCost:
         """Return the codec's times under `option`. Each message of a codec on a GPU crosses the bus."""
-        if self.bus is None or option.is_on_host:
+        if self.bus is None or self.network.needs_host(option):
             return codec_cost_of(self.codec_costs, option.codec, on_host=self.bus is not None)
         cost = codec_cost_of(self.codec_costs, option.codec)
         if cost_of_scheme(option.scheme).is_vendor_ring:
@@ -144,7 +144,9 @@ class Measured:
 
     def cost_name(self, option: Option) -> str:
         """Return the name of the option's codec in `codec_costs`."""
-        return host_name(option.codec) if self.bus is not None and option.is_on_host else str(option.codec)
+        return (
+            host_name(option.codec) if self.bus is not None and self.network.needs_host(option) else str(option.codec)
+        )
 
 
 class PlannedGroup(NamedTuple):

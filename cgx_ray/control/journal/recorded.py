@@ -35,6 +35,7 @@ def situation_fields(situation: Situation) -> dict[str, Any]:
             "ranks_per_node": now.network.ranks_per_node,
             "between": _link_fields(now.network.between),
             "inside": _link_fields(now.network.inside) if now.network.inside is not None else None,
+            "device_sums": now.network.device_sums,
         },
         # More than one only if the link changes too fast to follow.
         "recent_links": links if len(links) > 1 else [],
@@ -85,6 +86,8 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
         ranks_per_node=network["ranks_per_node"],
         between=Link(**network["between"]),
         inside=Link(**inside) if inside is not None else None,
+        # Earlier journals have none.
+        device_sums=network.get("device_sums", False),
     )
     groups = read_groups(fields["groups"], layers)
     plan = Plan(version=fields["version"], world_size=between.num_workers, groups=groups)
