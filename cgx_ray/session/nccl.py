@@ -20,7 +20,7 @@ from cgx_ray.collectives.transport.gathered import Gatherer
 from cgx_ray.collectives.transport.tcp import connect_s
 from cgx_ray.errors import ConfigError
 from cgx_ray.runtime_ext.streams import streams_of
-from cgx_ray.torch_compat import is_registered
+from cgx_ray.torch_compat import is_registered, skip_group_names
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +90,8 @@ def inside_group(
 
     Only for ranks that have got that group: what forbids one forbids both. Logs why there is none, once.
     """
-    here = nodes[dist.get_rank()]
-    attempt = _Attempt(device, timeout_s, [rank for rank, node in enumerate(nodes) if node == here])
+    subsets = [[rank for rank, node in enumerate(nodes) if node == wanted] for wanted in sorted(set(nodes))]
+    attempt = _Attempt(device, timeout_s, subsets)
     problem = attempt.problem_of_any(gather)
     if problem is not None and dist.get_rank() == 0:
         logger.warning(
@@ -143,10 +143,13 @@ class _Attempt:
     group  None until it is there
     """
 
-    def __init__(self, device: torch.device, timeout_s: float, ranks: Sequence[int] | None = None) -> None:
-        """`ranks`: those of the group, with this one, where each rank is in one group; left out, all ranks."""
+    def __init__(
+        self, device: torch.device, timeout_s: float, subsets: Sequence[Sequence[int] | None] = (None,)
+    ) -> None:
+        """`subsets`: the ranks of all groups that are made at once, each rank in one of them; None stands for all."""
         self.group: dist.ProcessGroup | None = None
-        self._device, self._timeout_s, self._ranks = device, timeout_s, ranks
+        self._device, self._timeout_s, self._subsets = device, timeout_s, subsets
+        self._num_named = 0
         self._error: str | None = None
         self._lock = threading.Lock()
         self._is_given_up = False
@@ -167,29 +170,40 @@ class _Attempt:
         if problem is not None:
             with self._lock:
                 self._is_given_up = True
+            skip_group_names(len(self._subsets) - self._num_named)
             self._end()
         return problem
 
     def _connect(self) -> None:
-        streams = streams_of(self._device)
         try:
+            streams = streams_of(self._device)
             streams.enter()
-            # With `device_id` it connects at once, not in the first sum.
-            limits: dict[str, Any] = {"timeout": timedelta(seconds=self._timeout_s), "device_id": self._device}
-            if self._ranks is not None:
-                # Nodes need not know of each other's groups.
-                limits |= {"ranks": list(self._ranks), "use_local_synchronization": True}
-            group = dist.new_group(backend="nccl", **limits)
-            with self._lock:
-                self.group = group
+            self._make()
             if self._is_given_up:
                 self._end()
-                return
-            # Connections between pairs of ranks are made by the first sum.
-            dist.all_reduce(torch.ones(1, dtype=torch.float32, device=self._device), group=group)
-            streams.mark().wait()
+            elif self._error is None:
+                # Connections between pairs of ranks are made by the first sum.
+                dist.all_reduce(torch.ones(1, dtype=torch.float32, device=self._device), group=self.group)
+                streams.mark().wait()
         except Exception as error:  # noqa: BLE001 - any error means the same: this rank has no NCCL
             self._error = f"{error!r}"
+
+    def _make(self) -> None:
+        """Make the groups of all subsets: torch numbers them, so all ranks make all, also after an error."""
+        for ranks in self._subsets:
+            with self._lock:
+                if self._is_given_up:
+                    return
+                self._num_named += 1
+            try:
+                # With `device_id` it connects at once, not in the first sum.
+                timeout = timedelta(seconds=self._timeout_s)
+                group = dist.new_group(ranks, backend="nccl", timeout=timeout, device_id=self._device)
+                if ranks is None or dist.get_rank() in ranks:
+                    with self._lock:
+                        self.group = group
+            except Exception as error:  # noqa: BLE001 - see `_connect`
+                self._error = f"{error!r}"
 
     def _end(self) -> None:
         with self._lock:

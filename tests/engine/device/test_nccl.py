@@ -60,13 +60,13 @@ class Vendor:
         patch.setattr(dist, "all_reduce", self._add)
         patch.setattr(dist, "destroy_process_group", lambda group: self.calls.append("destroyed"))
 
-    def _make(self, **options: Any) -> dist.ProcessGroup:
-        self.calls.append(options)
+    def _make(self, ranks: Sequence[int] | None, **options: Any) -> dist.ProcessGroup | None:
+        self.calls.append({"ranks": ranks, **options})
         if self._rank == self._machine.fails_on:
             raise RuntimeError("no route to host")
         if self._rank == self._machine.hangs_on:
             self.goes_on.wait()
-        return self.group
+        return self.group if ranks is None or self._rank in ranks else None
 
     def _add(self, values: torch.Tensor, **options: Any) -> None:
         assert options["group"] is self.group
@@ -121,7 +121,7 @@ def _ask(
 def test_ranks_get_an_nccl_group_that_is_connected_at_once(machine: Machine) -> None:
     for has_group, (made, first_sum), lines in run_ranks(2, _ask, machine, "plain", {}):
         assert has_group
-        assert "ranks" not in made
+        assert made["ranks"] is None
         assert made["backend"] == "nccl"
         assert made["device_id"] == GPU
         assert made["timeout"].total_seconds() == TIMEOUT_S
@@ -181,21 +181,31 @@ def test_ranks_of_a_node_get_a_group_of_their_own() -> None:
     for has_group, (made, first_sum), lines in run_ranks(2, _ask, Machine(), "plain", {}, (7, 7)):
         assert has_group
         assert (made["backend"], made["device_id"], made["ranks"]) == ("nccl", GPU, [0, 1])
-        assert made["use_local_synchronization"], "the ranks of other nodes do not ask for it"
         assert made["timeout"].total_seconds() == TIMEOUT_S
         assert first_sum == "sum"
         assert not lines
 
 
+def _names(rank: int, machine: Machine, nodes: Sequence[int]) -> tuple[int, tuple[bool, list[Any], list[str]]]:
+    """Return by how many the number in the next group's name has grown, where only the vendor's groups count."""
+    skipped: list[int] = []
+    nccl.skip_group_names = skipped.append
+    asked = _ask(rank, machine, "plain", {}, nodes)
+    return sum(skipped) + sum(isinstance(call, dict) for call in asked[1]), asked
+
+
 @pytest.mark.fault("NCCL does not connect the ranks of a node", "no rank uses it there; a warning says so")
-@pytest.mark.parametrize("machine", [Machine(fails_on=1), Machine(hangs_on=1)], ids=["error", "silence"])
-def test_all_nodes_use_nccl_inside_or_none_does(machine: Machine) -> None:
-    first, other = run_ranks(2, _ask, machine, "plain", {}, (0, 0))
+@pytest.mark.parametrize("machine", [Machine(fails_on=0), Machine(hangs_on=0)], ids=["error", "silence"])
+@pytest.mark.parametrize("nodes", [(0, 0), (0, 1)], ids=["one node", "two nodes"])
+def test_all_nodes_use_nccl_inside_or_none_does(machine: Machine, nodes: Sequence[int]) -> None:
+    (first_number, first), (other_number, other) = run_ranks(2, _names, machine, nodes)
     assert not first[0]
     assert not other[0]
-    assert first[1][1:] == ["sum", "destroyed"]
+    assert other[1][-2:] == ["sum", "destroyed"]
+    # Names of later groups are the same on all ranks.
+    assert first_number == other_number == len(set(nodes))
     (line,) = first[2]
-    assert "NCCL does not connect the ranks of each node within 4 s (rank 1: " in line
+    assert "NCCL does not connect the ranks of each node within 4 s (rank 0: " in line
     assert "hierarchical groups are summed by the host" in line
     assert not other[2]
 
