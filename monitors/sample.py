@@ -88,10 +88,11 @@ def _mean_error(sums: Sequence[LayerSum]) -> LayerError:
 
 
 class InsideLink(NamedTuple):
-    """Latency, and seconds per byte, of sums between the ranks of a node."""
+    """Latency, and seconds per byte, of sums between the ranks of a node. `is_of_device`: in the memory of GPUs."""
 
     alpha_s: float
     beta_s_per_byte: float
+    is_of_device: bool = False
 
 
 def _slowest(links: Sequence[InsideLink | None]) -> InsideLink | None:

@@ -13,7 +13,7 @@ from fractions import Fraction
 from torch import Tensor
 
 from cgx_ray.codecs import make_codec
-from cgx_ray.codecs.codec import POWERSGD_Q, Codec, Memory
+from cgx_ray.codecs.codec import HOST, POWERSGD_Q, Codec, Memory
 from cgx_ray.codecs.powersgd import PowerSgd
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives.exchange import Exchange
@@ -51,8 +51,9 @@ class Hierarchical(Exchange):
     Nodes may have different numbers of ranks, and ranks may be in any order. On a single node step 2 is left out: the
     residuals are sent in full, and with `dense` nothing is dropped.
 
-    Inside a node, `dense` sums go through shared memory, or by messages if there is none. `compressed` sums are the two
-    halves of `Sra`, for codecs whose sums can be encoded again (not `none`, not `prefix`).
+    Inside a node, `dense` sums go through shared memory, or by messages if there is none. With a codec of a device they
+    are the vendor's, `Transport.inside`, and all of the exchange stays in its memory. `compressed` sums, on the host,
+    are the two halves of `Sra`, for codecs whose sums can be encoded again (not `none`, not `prefix`).
 
     Memory has the same unit as in flat schemes, so that plans may change either way: the mean over all N ranks is what
     the averages still lack. With codecs that remember, ranks exchange sums over a node, not means, and the result is
@@ -93,7 +94,7 @@ class Hierarchical(Exchange):
         self._own = start, stop = bounds[self._place]
         self._scale = Fraction(len(members), transport.world_size)
 
-        self._codec = make_codec(codec.spec, _layers_within(codec.layers, start, stop), codec.world_size)
+        self._codec = make_codec(codec.spec, _layers_within(codec.layers, start, stop), codec.world_size, codec.device)
         self._inner: Exchange | None = None
         if len(members) > 1 and stop > start:
             carriers = Subset(transport, [others[self._place] for others in members])
@@ -104,7 +105,8 @@ class Hierarchical(Exchange):
         inside = Subset(transport, here)
         self._inside: DenseInside | CompressedInside
         if intra is Intra.DENSE:
-            self._inside = DenseInside(transport, transport.local or MessageGroup(inside), bounds)
+            on_device = transport.inside if codec.device != HOST else None
+            self._inside = DenseInside(transport, on_device or transport.local or MessageGroup(inside), bounds)
         else:
             sra = Sra(codec, numel, inside, bounds)
             self._inside = CompressedInside(sra, numel, float(1 / self._scale), self._own)
@@ -112,7 +114,7 @@ class Hierarchical(Exchange):
     def turns(self, grad_N: Tensor, memory: Memory | None, stamp: Stamp, seed: int, phases: Phases) -> Iterator[Handle]:
         """See `Exchange.turns`. With codec none `grad_N` may be of any dtype."""
         step = Step(grad_N=grad_N, memory=memory, stamp=stamp, seed=self._seed(seed, stamp, _INSIDE), phases=phases)
-        # Sums in shared memory are collectives too.
+        # Sums in shared memory are collectives too, and so are those of the vendor inside a node.
         self.keeps_order = True
         own_N = grad_N[slice(*self._own)]
         if grad_N.element_size() == 2:

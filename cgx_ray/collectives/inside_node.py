@@ -17,14 +17,18 @@ from cgx_ray.collectives.sra import Sra
 from cgx_ray.collectives.subset import MessageGroup
 from cgx_ray.collectives.transport.transport import Transport
 from cgx_ray.collectives.transport.transport_like import Handle
+from cgx_ray.collectives.transport.vendor_group import VendorGroup
 from cgx_ray.runtime_ext.shm import LocalGroup
 
 
 class DenseInside:
-    """Uncompressed sums, through shared memory or by messages."""
+    """Uncompressed sums: through shared memory, by messages, or of the vendor in a device's memory."""
 
     def __init__(
-        self, transport: Transport, local: LocalGroup | MessageGroup, bounds: Sequence[tuple[int, int]]
+        self,
+        transport: Transport,
+        local: LocalGroup | MessageGroup | VendorGroup,
+        bounds: Sequence[tuple[int, int]],
     ) -> None:
         """`bounds`: by rank of the node, the elements [start, stop) of its chunk."""
         self._transport = transport

@@ -19,6 +19,7 @@ from cgx_ray.control.learned.measured import (
     compressing_options,
     compute_times,
     costliest,
+    inside_of,
     is_dense,
     network_of,
     non_dense_options,
@@ -124,7 +125,7 @@ class WorkerGroupState:
         num_local = before.ranks_per_node if num_workers % before.ranks_per_node == 0 else 1
         self.decided = replace(
             learned.measured,
-            network=network_of(num_workers, num_local, before.between, before.inside),
+            network=network_of(num_workers, num_local, before.between, before.inside, before.device_sums),
             codec_costs=self.steps.codec_costs,
             **self._registration.of_device,
             fixed=self._fixed,
@@ -373,8 +374,7 @@ class WorkerGroupState:
         if len(recent) < LINK_STEPS or rate is None or not self.gains.gain:
             return None
         between = Link(alpha_s=self.network.latency_s or self.network.probed_s, beta_s_per_byte=1 / rate.value)
-        link = recent[-1].inside
-        inside = Link(alpha_s=link.alpha_s, beta_s_per_byte=link.beta_s_per_byte) if link is not None else None
+        inside, device_sums = inside_of(recent[-1].inside)
         backward_s, after_s = compute_times(self.layers, self.plan, recent, self.steps.compute_slowdown, self.decided)
         chooses_bits = self._max_error is not None
         before = self.decided.squared_errors if self.decided is not None else {}
@@ -382,7 +382,7 @@ class WorkerGroupState:
             layers=self.layers,
             backward_s=backward_s,
             after_s=after_s,
-            network=network_of(self.plan.world_size, recent[-1].num_local, between, inside),
+            network=network_of(self.plan.world_size, recent[-1].num_local, between, inside, device_sums),
             codec_costs=self.steps.codec_costs,
             gain=self.losses.gain | self.gains.usable if chooses_bits else self.gains.usable,
             **self._registration.of_device,

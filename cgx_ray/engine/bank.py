@@ -114,14 +114,18 @@ class Banks:
         return {"loss_scale": gradients.scale, "changes": changes.state(), **gradients.state()}
 
     def load(
-        self, gradients: Mapping[str, Mapping[str, Tensor]], scale: float, changes: Mapping[str, Mapping[str, Tensor]]
+        self,
+        gradients: Mapping[str, Mapping[str, Tensor]],
+        scale: float,
+        changes: Mapping[str, Mapping[str, Tensor]] | None,
     ) -> None:
         """Replace all memory by copies. `scale`: loss scale of `gradients`."""
         self.result = None
         for bank in (self.gradients, self.changes):
             bank.clear()
         self.gradients.memories.load(gradients, scale)
-        self.changes.memories.load(changes)
+        if changes is not None:
+            self.changes.memories.load(changes)
 
     def take_residuals(self) -> dict[str, Tensor]:
         """Return what codecs have left of this rank's gradients, by layer and without a loss scale, and forget it."""

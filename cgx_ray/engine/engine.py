@@ -102,7 +102,7 @@ class Engine:
         self.rounds: Rounds | None = None
         self._clock = StepClock(self.streams, transport.watch)
         self.plan = plan
-        build_kernels([*codecs_on_device(plan), *candidates, *by_layer], device)
+        build_kernels([*codecs_on_device(plan, transport), *candidates, *by_layer], device)
         self._banks.gradients.enter(plan)
         # The thread uses the groups' memory on a stream of its own.
         self.streams.mark().wait()
@@ -155,7 +155,7 @@ class Engine:
         """
         plan.check(self.layers, self._transport.world_size)
         try:
-            build_kernels(codecs_on_device(plan), self.device)
+            build_kernels(codecs_on_device(plan, self._transport), self.device)
         except (ConfigError, OSError, RuntimeError) as error:
             raise PlanError(f"the kernels of plan {plan.version} cannot be built: {error}") from error
         with self._lock:
@@ -216,19 +216,19 @@ class Engine:
         step: int,
         memories: Mapping[str, Mapping[str, Tensor]],
         *,
-        changes: Mapping[str, Mapping[str, Tensor]],
+        changes: Mapping[str, Mapping[str, Tensor]] | None = None,
         loss_scale: float = 1.0,
     ) -> None:
         """Continue from a checkpoint. Call on all ranks, between steps. Layers that it lacks start without memory.
 
         memories    as in `state`, with every kind; of gradients
-        changes     the same of parameters' changes
+        changes     the same of parameters' changes; none by default
         loss_scale  scale of `memories`; the next steps may have another
 
         Raises StateError if `memories` are from another model. Nothing has changed then.
         """
         check_memories(memories, self._layers)
-        check_memories(changes, self._layers)
+        check_memories(changes or {}, self._layers)
         self._wait_for_measurements()
         self.step = step
         self._gains.start(step)

@@ -60,10 +60,14 @@ class Group:
         elif plan.option == DENSE and device != HOST and not transport.sums_on_device:
             # Else by way of the host, in the vendor's ring.
             self._option = replace(DENSE, scheme=Scheme.SRA)
+        device_sums = device != HOST and transport.inside is not None
+        if device_sums and self._option.scheme is Scheme.DENSE:
+            # The vendor's own sum sends no more between nodes.
+            self._option = DENSE
         self._is_dense = self._option.scheme is Scheme.DENSE
         self._transport = transport
         self._is_compressible = not all(layer.is_small for layer in self._layers)
-        self._device = HOST if self._option.is_on_host else device
+        self._device = HOST if self._option.needs_host(device_sums=device_sums) else device
         self._use(plan.option.codec)
         self._streams = streams_of(device)
         # True if the host encodes what another device computes.
@@ -336,7 +340,8 @@ def _delivered(grad_N: Tensor, views: Sequence[Tensor]) -> Sequence[Tensor]:
     return [grad_N] if all(view.dtype == grad_N.dtype for view in views) else views
 
 
-def codecs_on_device(plan: Plan) -> list[CodecSpec]:
+def codecs_on_device(plan: Plan, transport: Transport) -> list[CodecSpec]:
     """Return the codecs that work where the gradients are, of a plan and of the one that follows its lease."""
     plans = [plan] if plan.lease is None else [plan, plan.lease.fallback]
-    return [group.option.codec for one in plans for group in one.groups if not group.option.is_on_host]
+    options = [group.option for one in plans for group in one.groups]
+    return [one.codec for one in options if not one.needs_host(device_sums=transport.inside is not None)]

@@ -76,7 +76,7 @@ def lossy_layers(plan: Plan, layers: Mapping[str, Layer]) -> list[str]:
 def check_memories(memories: Mapping[str, Mapping[str, Tensor]], layers: Mapping[str, Layer]) -> None:
     """Raise StateError unless the codecs' memory, by kind and layer, is that of a model with these `layers`."""
     for kind in KINDS:
-        for name, value in memories[kind].items():
+        for name, value in memories.get(kind, {}).items():
             expected = layers[name].numel if name in layers else None
             if expected is None or (kind != POWERSGD_Q and value.numel() != expected):
                 raise StateError(

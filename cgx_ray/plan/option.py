@@ -35,6 +35,11 @@ class Scheme(StrEnum):
         return self.startswith("artopk_")
 
     @property
+    def sums_messages(self) -> bool:
+        """True if messages, or values at the same indices, are added as they are, by an all-reduce."""
+        return self is Scheme.ALLREDUCE or self.is_artopk
+
+    @property
     def by_tree(self) -> bool:
         """True if AR-Topk sums the values over a tree, False if over a ring."""
         return self.startswith("artopk_tree")
@@ -116,8 +121,16 @@ class Option:
 
     @property
     def is_on_host(self) -> bool:
-        """True if the host encodes, sums and decodes, wherever the gradients are."""
+        """True if the host encodes, sums and decodes, wherever the gradients are; but see `needs_host`."""
         return self.device == Device.CPU or self.intra is not Intra.FLAT
+
+    def needs_host(self, *, device_sums: bool) -> bool:
+        """Return False if no host is needed: `device_sums` says whether the GPUs of a node sum without one.
+
+        They make uncompressed sums only, and all-reduces among some ranks go by the host.
+        """
+        is_left_to_gpus = device_sums and self.intra is Intra.DENSE and not self.scheme.sums_messages
+        return self.is_on_host and not is_left_to_gpus
 
     def flat(self) -> Option:
         """Return the same codec over the same scheme, without work inside nodes, and not offloaded."""

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import Intra, Scheme
+from cgx_ray.plan import Intra, Option, Scheme
 from cgx_ray.planner.scheme_costs import Payload, Terms, cost_of_scheme
 
 
@@ -57,14 +57,16 @@ class Link:
 class Network:
     """Nodes that all have the same number of ranks.
 
-    between  link of a node to any other node, shared by its ranks
-    inside   link between two ranks of a node; needed if a node has several
+    between      link of a node to any other node, shared by its ranks
+    inside       link between two ranks of a node; needed if a node has several
+    device_sums  True if it is that of the node's GPUs, which sum without the host
     """
 
     num_nodes: int
     between: Link
     ranks_per_node: int = 1
     inside: Link | None = None
+    device_sums: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "ranks_per_node"):
@@ -92,6 +94,14 @@ class Network:
     def is_flat(self, intra: Intra) -> bool:
         """Return True if no work is done inside nodes under `intra`."""
         return intra is Intra.FLAT or self.ranks_per_node == 1
+
+    def needs_host(self, option: Option) -> bool:
+        """Return True if the host must encode, sum and decode under `option`, wherever the gradients are."""
+        return option.needs_host(device_sums=self.device_sums)
+
+    def knows_inside(self, option: Option) -> bool:
+        """Return False if ranks of a node would sum on the host under `option`, and `inside` is the link of GPUs."""
+        return self.is_flat(option.intra) or not (self.device_sums and self.needs_host(option))
 
     def terms(
         self, scheme: Scheme, intra: Intra, dense_bytes: float, wire_bytes: float, index_bytes: float = 0

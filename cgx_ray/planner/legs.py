@@ -103,7 +103,7 @@ def legs(
     work of one half of sra at either end. The link inside includes the time of sums in shared memory.
     """
     codec, n, L = option.codec, network.num_nodes, network.ranks_per_node
-    engine = HOST_ENGINE if option.is_on_host else engine
+    engine = HOST_ENGINE if network.needs_host(option) else engine
     wire_bytes = codec.payload_bytes(numel, item_bytes)
     inside, between = network.terms(
         option.scheme, option.intra, numel * item_bytes, wire_bytes, codec.index_bytes(numel)
@@ -175,12 +175,14 @@ def copy_s(option: Option, network: Network, num_bytes: float, bus: Link | None)
 
     0 if the codec works where the gradients are. `bus` as in `Measured`.
     """
-    return bus.seconds(1, num_bytes) if bus is not None and option.is_on_host and network.num_workers > 1 else 0.0
+    return (
+        bus.seconds(1, num_bytes) if bus is not None and network.needs_host(option) and network.num_workers > 1 else 0.0
+    )
 
 
-def works_on(option: Option, encodes_on: EncodesOn, bus: Link | None) -> EncodesOn:
+def works_on(option: Option, network: Network, encodes_on: EncodesOn, bus: Link | None) -> EncodesOn:
     """Return where the codec of `option` works. On the host of a GPU it takes nothing from backward."""
-    is_beside = option.is_on_host and (bus is not None or encodes_on == "device")
+    is_beside = network.needs_host(option) and (bus is not None or encodes_on == "device")
     return "thread" if is_beside else encodes_on
 
 
@@ -214,7 +216,7 @@ def exchange_stages(
     stages: list[Stage] = []
     parts = legs(option, network, numel, item_bytes, engine, bus)
     for leg in parts:
-        stages += _stages(leg, cost, 0.0 if stages else thread_s(parts), works_on(option, encodes_on, bus))
+        stages += _stages(leg, cost, 0.0 if stages else thread_s(parts), works_on(option, network, encodes_on, bus))
     copied_s = copy_s(option, network, numel * item_bytes, bus)
     if copied_s == 0:
         return tuple(stages)

@@ -264,7 +264,7 @@ def group_cost(
     parts = legs(option, network, numel, item_bytes, engine, bus)
     calls_s = sum(leg.calls_s(codec_cost) for leg in parts)
     coded_s = sum(codec_cost.encode_s(0, leg.encode[1]) + codec_cost.decode_s(0, leg.decode[1]) for leg in parts)
-    where = works_on(option, encodes_on, bus)
+    where = works_on(option, network, encodes_on, bus)
     is_beside = where != "backward"
     copy_a_s = copy_s(option, network, 0, bus)
     copied_s = copy_s(option, network, numel * item_bytes, bus) - copy_a_s

@@ -147,7 +147,7 @@ class Measured:
         Each message of a codec on a GPU crosses the bus. Where the engine codes rows, copies are counted by `legs`: the
         thread waits for none of them.
         """
-        if self.bus is None or option.is_on_host:
+        if self.bus is None or self.network.needs_host(option):
             return codec_cost_of(self.codec_costs, option.codec, on_host=self.bus is not None)
         cost = codec_cost_of(self.codec_costs, option.codec)
         if cost_of_scheme(option.scheme).is_vendor_ring or self.engine.codes_rows:
@@ -162,11 +162,13 @@ class Measured:
 
     def is_untimed(self, option: Option) -> bool:
         """Return whether steps do not say how long the codec of `option` takes: the host does not wait for it."""
-        return self.encodes_on == "device" and not option.is_on_host
+        return self.encodes_on == "device" and not self.network.needs_host(option)
 
     def cost_name(self, option: Option) -> str:
         """Return the name of the option's codec in `codec_costs`."""
-        return host_name(option.codec) if self.bus is not None and option.is_on_host else str(option.codec)
+        return (
+            host_name(option.codec) if self.bus is not None and self.network.needs_host(option) else str(option.codec)
+        )
 
 
 class PlannedGroup(NamedTuple):

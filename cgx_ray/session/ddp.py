@@ -14,17 +14,19 @@ from cgx_ray.codecs.codec import HOST
 from cgx_ray.collectives import Transport
 from cgx_ray.collectives.transport.gathered import Gatherer, as_own
 from cgx_ray.collectives.transport.lifeline import Lifeline
+from cgx_ray.collectives.transport.vendor_group import VendorGroup
 from cgx_ray.engine.counted import MAX_MEASURING
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.engine.layers import averaged_parameters, layers_of, sparse_modules
 from cgx_ray.engine.loss_scale import LossScale, Scaler
 from cgx_ray.errors import CGXError, ConfigError, listed
-from cgx_ray.plan import CodecSpec, Layer, Plan
+from cgx_ray.plan import CodecSpec, Intra, Layer, Plan
+from cgx_ray.runtime_ext.streams import streams_of
 from cgx_ray.session.agree import GatheredGroup, agree, connect
 from cgx_ray.session.attachment import process
 from cgx_ray.session.inside import measure_inside
-from cgx_ray.session.nccl import nccl_group
+from cgx_ray.session.nccl import inside_group, nccl_group
 from cgx_ray.session.settings import Settings
 from cgx_ray.torch_compat import bucket_parameters, register_hook
 
@@ -70,6 +72,9 @@ def make_engine(
     if cuda_group is not None:
         groups.append(cuda_group)
     transport = connect(world, settings, lifeline, cuda_group)
+    is_used = settings.decides or any(group.option.intra is not Intra.FLAT for group in plan.groups)
+    if is_used and transport.enqueues_sums and len(set(transport.nodes)) < transport.world_size:
+        _sum_on_device_inside(transport, device, world.gather, groups)
     engine = _start_engine(layers, plan, transport, settings, device, loss_scale)
     try:
         buckets = DdpBuckets(
@@ -87,6 +92,20 @@ def make_engine(
         raise
 
 
+def _sum_on_device_inside(
+    transport: Transport, device: torch.device, gather: Gatherer, groups: list[dist.ProcessGroup]
+) -> None:
+    """Give `transport` a group of the ranks of each node, if all ranks get one. `groups` gets it too."""
+    try:
+        group = inside_group(transport.nodes, device, gather, transport.timeout_s)
+    except BaseException:
+        transport.close()
+        raise
+    if group is not None:
+        groups.append(group)
+        transport.inside = VendorGroup(group, streams_of(device))
+
+
 def _start_engine(
     layers: Sequence[Layer],
     plan: Plan,
@@ -95,8 +114,8 @@ def _start_engine(
     device: torch.device,
     loss_scale: LossScale,
 ) -> Engine:
-    local = transport.local
-    is_planned_with = settings.decides and local is not None and local.size < transport.world_size
+    local = transport.inside or transport.local
+    is_planned_with = settings.decides and 1 < transport.num_local < transport.world_size
     try:
         return Engine(
             layers,
@@ -106,7 +125,7 @@ def _start_engine(
             candidates=settings.chosen_policy.gain_codecs,
             by_layer=settings.codecs_by_layer() if transport.rank < MAX_MEASURING else (),
             device=device,
-            inside=measure_inside(local) if local is not None and is_planned_with else None,
+            inside=measure_inside(local, device) if local is not None and is_planned_with else None,
             judged_together=loss_scale.judged_together,
         )
     except BaseException:

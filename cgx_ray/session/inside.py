@@ -6,11 +6,13 @@ L ranks of a node, M bytes of a group
 from __future__ import annotations
 
 import itertools
-import math
 import time
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from cgx_ray.collectives.transport.vendor_group import VendorGroup
 from cgx_ray.monitors.sample import InsideLink
 from cgx_ray.runtime_ext.shm import LocalGroup
 
@@ -22,27 +24,36 @@ NUM_ROUNDS = 7
 MIN_SHARE = 0.1
 
 
-def measure_inside(local: LocalGroup) -> InsideLink:
+def measure_inside(local: LocalGroup | VendorGroup, device: torch.device) -> InsideLink:
     """Return the link as the planner uses it: sums inside a node take 2 alpha + 2 (L-1)/L M beta seconds.
+
+    device  of the gradients, for groups of the vendor, which are timed by the marks of their stream
 
     Call it on all ranks of the node. It takes some 50 ms, as other nodes measure at the same time. Raises RuntimeError
     as `LocalGroup` does.
     """
-    small_s, large_s = _best_s(local, SMALL_NUMEL), _best_s(local, LARGE_NUMEL)
+    small_s, large_s = (_best_s(local, numel, device) for numel in (SMALL_NUMEL, LARGE_NUMEL))
     num_bytes = 2 * (local.size - 1) / local.size * 4 * (LARGE_NUMEL - SMALL_NUMEL)
     beta = max(large_s - small_s, MIN_SHARE * large_s) / num_bytes
-    return InsideLink(alpha_s=small_s / 2, beta_s_per_byte=beta)
+    on_device = isinstance(local, VendorGroup)
+    return InsideLink(alpha_s=small_s / 2, beta_s_per_byte=beta, is_of_device=on_device)
 
 
-def _best_s(local: LocalGroup, numel: int) -> float:
+def _best_s(local: LocalGroup | VendorGroup, numel: int, device: torch.device) -> float:
     """Return the least seconds of a sum of `numel` elements inside the node: a reduce-scatter and an all-gather."""
-    values_N = torch.zeros(numel, dtype=torch.float32, device="cpu")
+    values_N = torch.zeros(numel, dtype=torch.float32, device="cpu" if isinstance(local, LocalGroup) else device)
     cuts = [numel * place // local.size for place in range(local.size + 1)]
     bounds = list(itertools.pairwise(cuts))
-    best_s = math.inf
-    for _ in range(NUM_ROUNDS):
-        start_s = time.perf_counter()
-        local.reduce_scatter(values_N, bounds)
-        local.all_gather(values_N, bounds)
-        best_s = min(best_s, time.perf_counter() - start_s)
-    return best_s
+    return min(_seconds(local, values_N, bounds) for _ in range(NUM_ROUNDS))
+
+
+def _seconds(local: LocalGroup | VendorGroup, values_N: Tensor, bounds: Sequence[tuple[int, int]]) -> float:
+    if isinstance(local, VendorGroup):
+        begin = local.mark()
+        *_, end = (*local.reduce_scatter(values_N, bounds), *local.all_gather(values_N, bounds))
+        end.wait()
+        return end.seconds_since(begin)
+    start_s = time.perf_counter()
+    local.reduce_scatter(values_N, bounds)
+    local.all_gather(values_N, bounds)
+    return time.perf_counter() - start_s

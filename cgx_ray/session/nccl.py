@@ -1,4 +1,4 @@
-"""The NCCL group that sums dense gradients of GPUs: whether ranks may have one, and its connections."""
+"""NCCL groups of all ranks, for dense gradients, and of a node: whether ranks may have them, and their connections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cgx_ray.collectives.transport.gathered import Gatherer
 from cgx_ray.collectives.transport.tcp import connect_s
 from cgx_ray.errors import ConfigError
 from cgx_ray.runtime_ext.streams import streams_of
-from cgx_ray.torch_compat import is_registered
+from cgx_ray.torch_compat import is_registered, skip_group_names
 
 logger = logging.getLogger(__name__)
 
@@ -68,21 +68,38 @@ def nccl_group(
             logger.info("cgx_ray does not sum by NCCL: %s; %s", problem, _INSTEAD)
         return None
     attempt = _Attempt(device, timeout_s)
-    limit_s = connect_s(timeout_s)
-    errors: list[str | None] = gather(attempt.error_after(limit_s))
-    failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
-    if not failed:
-        return attempt.group
-    attempt.give_up()
-    if dist.get_rank() == 0:
+    problem = attempt.problem_of_any(gather)
+    if problem is not None and dist.get_rank() == 0:
         logger.warning(
             "NCCL does not connect all ranks within %g s (%s): cgx_ray does not use it; %s. On nodes with several "
             "networks set NCCL_SOCKET_IFNAME, on every node, to the interface that reaches the other nodes",
-            limit_s,
-            failed[0],
+            connect_s(timeout_s),
+            problem,
             _INSTEAD,
         )
-    return None
+    return attempt.group if problem is None else None
+
+
+def inside_group(
+    nodes: Sequence[int], device: torch.device, gather: Gatherer, timeout_s: float
+) -> dist.ProcessGroup | None:
+    """Return an NCCL group of the ranks of this node, connected, on all ranks, or None on all of them.
+
+    nodes  by rank, the index of its node
+    device, timeout_s  as of `nccl_group`
+
+    Only for ranks that have got that group: what forbids one forbids both. Logs why there is none, once.
+    """
+    subsets = [[rank for rank, node in enumerate(nodes) if node == wanted] for wanted in sorted(set(nodes))]
+    attempt = _Attempt(device, timeout_s, subsets)
+    problem = attempt.problem_of_any(gather)
+    if problem is not None and dist.get_rank() == 0:
+        logger.warning(
+            "NCCL does not connect the ranks of each node within %g s (%s): hierarchical groups are summed by the host",
+            connect_s(timeout_s),
+            problem,
+        )
+    return attempt.group if problem is None else None
 
 
 def _place_of(model: DistributedDataParallel, device: torch.device) -> _Gpu:
@@ -126,9 +143,13 @@ class _Attempt:
     group  None until it is there
     """
 
-    def __init__(self, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self, device: torch.device, timeout_s: float, subsets: Sequence[Sequence[int] | None] = (None,)
+    ) -> None:
+        """`subsets`: the ranks of all groups that are made at once, each rank in one of them; None stands for all."""
         self.group: dist.ProcessGroup | None = None
-        self._device, self._timeout = device, timedelta(seconds=timeout_s)
+        self._device, self._timeout_s, self._subsets = device, timeout_s, subsets
+        self._num_named = 0
         self._error: str | None = None
         self._lock = threading.Lock()
         self._is_given_up = False
@@ -136,33 +157,53 @@ class _Attempt:
         self._thread = threading.Thread(target=self._connect, name="cgx-ray-nccl", daemon=True)
         self._thread.start()
 
-    def error_after(self, limit_s: float) -> str | None:
-        """Wait for `limit_s` at most. Return what went wrong, None if the group is connected."""
-        self._thread.join(limit_s)
-        return f"no connection after {limit_s:g} s" if self._thread.is_alive() else self._error
+    def problem_of_any(self, gather: Gatherer) -> str | None:
+        """Wait until ranks are connected, at most as long as connections take. Return what went wrong on one of them.
 
-    def give_up(self) -> None:
-        """End the group, also one that comes later."""
-        with self._lock:
-            self._is_given_up = True
-        self._end()
+        Then the group ends, also one that comes later.
+        """
+        limit_s = connect_s(self._timeout_s)
+        self._thread.join(limit_s)
+        error = f"no connection after {limit_s:g} s" if self._thread.is_alive() else self._error
+        errors: list[str | None] = gather(error)
+        problem = next((f"rank {rank}: {one}" for rank, one in enumerate(errors) if one is not None), None)
+        if problem is not None:
+            with self._lock:
+                self._is_given_up = True
+            skip_group_names(len(self._subsets) - self._num_named)
+            self._end()
+        return problem
 
     def _connect(self) -> None:
-        streams = streams_of(self._device)
         try:
+            streams = streams_of(self._device)
             streams.enter()
-            # With `device_id` it connects at once, not in the first sum.
-            group = dist.new_group(backend="nccl", timeout=self._timeout, device_id=self._device)
-            with self._lock:
-                self.group = group
+            self._make()
             if self._is_given_up:
                 self._end()
-                return
-            # Connections between pairs of ranks are made by the first sum.
-            dist.all_reduce(torch.ones(1, dtype=torch.float32, device=self._device), group=group)
-            streams.mark().wait()
+            elif self._error is None:
+                # Connections between pairs of ranks are made by the first sum.
+                dist.all_reduce(torch.ones(1, dtype=torch.float32, device=self._device), group=self.group)
+                streams.mark().wait()
         except Exception as error:  # noqa: BLE001 - any error means the same: this rank has no NCCL
             self._error = f"{error!r}"
+
+    def _make(self) -> None:
+        """Make the groups of all subsets: torch numbers them, so all ranks make all, also after an error."""
+        for ranks in self._subsets:
+            with self._lock:
+                if self._is_given_up:
+                    return
+                self._num_named += 1
+            try:
+                # With `device_id` it connects at once, not in the first sum.
+                timeout = timedelta(seconds=self._timeout_s)
+                group = dist.new_group(ranks, backend="nccl", timeout=timeout, device_id=self._device)
+                if ranks is None or dist.get_rank() in ranks:
+                    with self._lock:
+                        self.group = group
+            except Exception as error:  # noqa: BLE001 - see `_connect`
+                self._error = f"{error!r}"
 
     def _end(self) -> None:
         with self._lock:

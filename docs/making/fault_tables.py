@@ -35,6 +35,7 @@ THEMES = {
         "faults/test_failing_engines.py",
         "faults/test_failing_ranks.py",
         "faults/test_ends.py",
+        "engine/device/test_inside_nodes.py",
     ),
     "Ranks that are silent, networks that are cut": (
         "engine/test_side_by_side.py",

@@ -15,21 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.device.traced_device import DEVICE, RaceError, TracedDevice
+from support.device.traced_training import TracedTraining
 from support.ranks import run_cases, run_ranks
 from torch import Tensor
 
 import cgx_ray
 from cgx_ray.codecs import make_codec
-from cgx_ray.codecs.codec import HOST
 from cgx_ray.codecs.wire import Room
 from cgx_ray.collectives import Transport
 from cgx_ray.collectives.direct import DirectLane
 from cgx_ray.collectives.parcel import Parcel
 from cgx_ray.collectives.transport.tcp import connect_mesh
-from cgx_ray.engine.engine import Engine
-from cgx_ray.engine.step import EarlyGradient, PendingBucket
 from cgx_ray.plan import CodecSpec, Layer
-from cgx_ray.runtime_ext.streams import Mark
 
 TIMEOUT_S = 30.0
 LAYERS = [Layer(name=f"layer{numel}", numel=numel, ndim=2, num_rows=10) for numel in (1200, 1300, 2000, 1100)]
@@ -67,87 +64,36 @@ class Outcome(NamedTuple):
     sites: set[str]
 
 
-class Run:
-    """Steps of a training, whose gradients are calls of a device, or computed at once on the CPU."""
-
-    def __init__(
-        self,
-        rank: int,
-        case: tuple[str, str, str],
-        device: TracedDevice | None,
-        vendor: dist.ProcessGroup | None,
-        by_layer: Sequence[CodecSpec] = (),
-    ) -> None:
-        codec, scheme, where = case
-        group = dist.group.WORLD
-        assert group is not None
-        plan = cgx_ray.make_plan(
-            LAYERS,
-            version=0,
-            world_size=dist.get_world_size(),
-            codec=codec,
-            scheme=scheme,
-            group_bytes=4 * 2400,
-            device=where,
-        )
-        assert len(plan.groups) > 1
-        # Not in shared memory, since the vendor may add in another order.
-        mesh = connect_mesh(group, TIMEOUT_S, shared_memory=False)
-        transport = Transport(group, mesh=mesh, timeout_s=TIMEOUT_S, cuda_group=vendor)
-        self.engine = Engine(LAYERS, plan, transport, device=HOST if device is None else DEVICE, by_layer=by_layer)
-        self.num_groups = len(plan.groups)
-        self._device, self._streams = device, self.engine.streams
-        self._random = torch.Generator().manual_seed(rank)
-        names = [name for one in plan.groups for name in one.layers]
-        numels = {layer.name: layer.numel for layer in LAYERS}
-        self._buffer = torch.zeros(sum(numels.values()))
-        self._views = dict(zip(names, self._buffer.split([numels[name] for name in names]), strict=True))
-        if device is not None:
-            device.own(self._buffer)
-
-    def remember(self, value: float) -> None:
-        """Let each layer have a residual of another plan in the device's memory, with this value in all elements."""
-        residuals = {layer.name: torch.full((layer.numel,), value) for layer in LAYERS}
-        self.engine.load_state(0, {"residuals": residuals, "momentum": {}, "powersgd_q": {}})
-        if self._device is not None:
-            for layer in LAYERS:
-                residual = self.engine._memories.residual(layer.name)
-                assert residual is not None
-                self._device.own(residual)
-
-    def step(self, scales: tuple[Tensor, ...] = ()) -> Tensor:
-        """Return the averages of one step."""
-        future = self._streams.future()
-        computed = {name: self._backward(view) for name, view in self._views.items()}
-        *early, last = computed
-        for name in early:
-            self.engine.submit(
-                EarlyGradient(name=name, gradient=self._views[name], scales=scales, computed=computed[name])
-            )
-        self.engine.submit(
-            PendingBucket(
-                gradients=self._views, buffer=self._buffer, future=future, scales=scales, computed=computed[last]
-            )
-        )
-        future.wait()
-        self._streams.mark().wait()
-        if self._device is not None:
-            self._device.touch([self._buffer], [], "the optimizer")
-        return self._buffer.clone()
-
-    def _backward(self, view: Tensor) -> Mark:
-        value = torch.randn(view.shape, generator=self._random)
-        if self._device is None:
-            view.copy_(value)
-        else:
-            self._device.launch(lambda: view.copy_(value), [], [view])
-        return self._streams.mark()
+def _training(
+    rank: int,
+    case: tuple[str, str, str],
+    device: TracedDevice | None,
+    vendor: dist.ProcessGroup | None,
+    by_layer: Sequence[CodecSpec] = (),
+) -> TracedTraining:
+    codec, scheme, where = case
+    group = dist.group.WORLD
+    assert group is not None
+    plan = cgx_ray.make_plan(
+        LAYERS,
+        version=0,
+        world_size=dist.get_world_size(),
+        codec=codec,
+        scheme=scheme,
+        group_bytes=4 * 2400,
+        device=where,
+    )
+    assert len(plan.groups) > 1
+    # Not in shared memory, since the vendor may add in another order.
+    mesh = connect_mesh(group, TIMEOUT_S, shared_memory=False)
+    transport = Transport(group, mesh=mesh, timeout_s=TIMEOUT_S, cuda_group=vendor)
+    return TracedTraining(rank, LAYERS, plan, transport, device, by_layer)
 
 
 def _train(
     rank: int, case: tuple[str, str, str], seed: int | None, removed: str | None = None, residual: float = 0.0
 ) -> Outcome:
-    """Train on the CPU if `seed` is None, else on a traced device with that chance. `residual`: see `Run.remember`.
+    """Train on the CPU if `seed` is None, else on a traced device with that chance. `residual`: see `remember`.
 
     If there is one, the loss scale is 2, and that of the residuals is 1.
     """
@@ -155,7 +101,7 @@ def _train(
     vendor = dist.new_group() if case[1] in ("dense", "allreduce") else None
     if device is not None:
         device.install(vendor)
-    run = Run(rank, case, device, vendor)
+    run = _training(rank, case, device, vendor)
     scales: tuple[Tensor, ...] = ()
     if residual:
         run.remember(residual)
@@ -236,7 +182,7 @@ def _metered(rank: int, codec: str, scheme: str, seed: int | None) -> tuple[Any,
     device = TracedDevice(seed) if seed is not None else None
     if device is not None:
         device.install(None)
-    run = Run(rank, (codec, scheme, "auto"), device, None, [CodecSpec(name="qsgd")])
+    run = _training(rank, (codec, scheme, "auto"), device, None, [CodecSpec(name="qsgd")])
     waits = []
     with run.engine.metered(CANDIDATES, 2):
         for _ in range(2):
@@ -270,7 +216,7 @@ def _kept_rooms(rank: int, scheme: str) -> list[int]:
     for device in (TracedDevice(0), None):
         if device is not None:
             device.install(None)
-        run = Run(rank, ("qsgd", scheme, "auto"), device, None)
+        run = _training(rank, ("qsgd", scheme, "auto"), device, None)
         run.step()
         run.engine.state()  # waits for the end of the step
         rooms = [one for one in gc.get_objects() if isinstance(one, Room) and one.device == run.engine.device]
@@ -290,9 +236,9 @@ def _message_bytes(rank: int, codec: str, scheme: str) -> list[int]:
     vendor = dist.new_group()
     device = TracedDevice(0)
     device.install(vendor)
-    run = Run(rank, (codec, scheme, "auto"), device, vendor)
+    run = _training(rank, (codec, scheme, "auto"), device, vendor)
     run.step()
-    found = [group.message_bytes for group in run.engine._groups]
+    found = [group.message_bytes for group in run.engine._banks.gradients.groups]
     run.engine.close()
     return found
 

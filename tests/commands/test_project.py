@@ -115,7 +115,6 @@ SHORT = {
     "bench/scale/timed_loop.py": "runs in the process of the loop, which imports no Ray; its user does",
     "cgx_ray/lab/json_fields.py": "the checks of untrusted JSON, apart from what the fields mean",
     "cgx_ray/policies.py": "the public door of policies, which users import",
-    "cgx_ray/session/inside.py": "a measurement with its own constants, apart from what attaches to DDP",
     "cgx_ray/session/served_metrics.py": "the only module of session that imports the monitors' endpoint",
     "runtime_ext/layer_ends.py": "an argument of kernels; its user is a floor above, and tests of kernels make it",
 }

@@ -125,6 +125,34 @@ def test_messages_of_a_codec_on_a_gpu_cross_the_bus_but_not_the_vendors_sums() -
         on_gpu(FAST, SLOW, codec_costs={str(codec): FAST for codec in CODECS}).cost_of(ON_HOST)
 
 
+def test_sums_of_the_gpus_of_a_node_need_neither_bus_nor_host_but_all_reduces_between_nodes_do() -> None:
+    inside = Link.from_rates(bandwidth_gbps=1000, latency_ms=0.01)
+    network = Network(num_nodes=2, ranks_per_node=4, between=NETWORK.between, inside=inside)
+    host, gpus = (on_gpu(FAST, SLOW, network=replace(network, device_sums=on_gpus)) for on_gpus in (False, True))
+    numel = 1 << 20
+    for text, is_left in (
+        (f"{QSGD} over sra, dense inside nodes", True),
+        ("dense, dense inside nodes", True),
+        (f"{QSGD} over sra, compressed inside nodes", False),
+        ("bf16 over allreduce, dense inside nodes", False),
+    ):
+        option = Option.parse(text)
+        assert host.network.needs_host(option)
+        assert host.network.knows_inside(option)
+        assert gpus.network.needs_host(option) == gpus.network.needs_host(option.flat()) + (not is_left)
+        assert gpus.network.knows_inside(option) == is_left
+        names = [
+            [stage.name for stage in exchange_stages(option, run.network, run.cost_of(option), numel, bus=BUS)]
+            for run in (host, gpus)
+        ]
+        assert ("copy" in names[0], "copy" in names[1]) == (True, not is_left), text
+    hierarchical = replace(SRA, intra=Intra.DENSE)
+    assert gpus.cost_of(hierarchical) == gpus.cost_of(SRA)
+    assert host.cost_of(hierarchical) == SLOW
+    assert gpus.network.knows_inside(SRA)
+    assert (host.cost_name(hierarchical), gpus.cost_name(hierarchical)) == (host_name(QSGD), str(QSGD))
+
+
 def random_run(rng: random.Random, encodes_on: str) -> Measured:
     """Return one to four layers on machines with GPUs, whose codecs and hosts are faster or slower by up to 30x."""
     layers = tuple(

@@ -17,6 +17,7 @@ from cgx_ray.collectives.transport.greeting import Greetings, partners
 from cgx_ray.collectives.transport.lifeline import WORDS_S, Lifeline
 from cgx_ray.collectives.transport.simulated_link import LinkDelay, SimulatedLink
 from cgx_ray.collectives.transport.transport_like import Handle, Held, VendorCall, ring_bytes
+from cgx_ray.collectives.transport.vendor_group import VendorGroup
 from cgx_ray.errors import CGXError, PeerTimeoutError, TransportError
 from cgx_ray.runtime_ext import shm
 from cgx_ray.runtime_ext.mesh import Mesh, Parts, flat
@@ -43,6 +44,7 @@ class Transport:
     ranks              every rank is called by its own number
     nodes              by rank, the index of its node; ranks of one node share memory
     local              collectives among the ranks of this node; None if it has one rank, or with a simulated link
+    inside             the same in the memory of a device, on all ranks or on none; None if the host makes them
     step, group_index  the exchange that runs, for error messages; its messages go on a channel of the group's number
     timeout_s          seconds after which a peer that does not answer counts as gone
     sums_on_device     True if the vendor sums tensors of a device without a copy on the host
@@ -87,6 +89,7 @@ class Transport:
         shares = mesh is not None and link is None
         self.nodes = mesh.nodes if mesh is not None and shares else list(range(self.world_size))
         self.local = mesh.local if mesh is not None and shares else None
+        self.inside: VendorGroup | None = None
         self.step = 0
         self.group_index = 0
         self._greetings = Greetings(mesh, self.rank, self.world_size, _GREETING_CHANNEL) if mesh is not None else None
@@ -383,6 +386,8 @@ class Transport:
             self._sockets.shut_down()
         if self._cuda_group is not self._group:
             self._cuda_group.abort()
+        if self.inside is not None:
+            self.inside.abort()
 
     def explained(self, error: RuntimeError) -> TransportError:
         """Return the error that stands for `error`, which came after `abort`: with the first error of all ranks."""

@@ -37,6 +37,7 @@ def situation_fields(situation: Situation) -> dict[str, Any]:
             "ranks_per_node": now.network.ranks_per_node,
             "between": _link_fields(now.network.between),
             "inside": _link_fields(now.network.inside) if now.network.inside is not None else None,
+            "device_sums": now.network.device_sums,
         },
         # More than one only if the link changes too fast to follow.
         "recent_links": links if len(links) > 1 else [],
@@ -95,6 +96,8 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
         ranks_per_node=network["ranks_per_node"],
         between=Link(**network["between"]),
         inside=Link(**inside) if inside is not None else None,
+        # Earlier journals have none.
+        device_sums=network.get("device_sums", False),
     )
     groups = read_groups(fields["groups"], layers)
     # Earlier journals have no period.

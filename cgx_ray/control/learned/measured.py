@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import median
 
-from cgx_ray.monitors.sample import StepValues
+from cgx_ray.monitors.sample import InsideLink, StepValues
 from cgx_ray.plan import DENSE, NONE, Layer, Option, Plan
 from cgx_ray.planner.bits import QSGD
 from cgx_ray.planner.cost import Link, Network
@@ -121,15 +121,29 @@ def at_compute(measured: Measured, compute_s: float) -> Measured:
     return replace(measured, backward_s=backward_s, after_s=factor * measured.after_s)
 
 
-def network_of(world_size: int, num_local: int, between: Link, inside: Link | None) -> Network:
+def inside_of(link: InsideLink | None) -> tuple[Link | None, bool]:
+    """Return the link of a sample in the planner's terms, and whether it is that of GPUs."""
+    if link is None:
+        return None, False
+    return Link(alpha_s=link.alpha_s, beta_s_per_byte=link.beta_s_per_byte), link.is_of_device
+
+
+def network_of(
+    world_size: int, num_local: int, between: Link, inside: Link | None, device_sums: bool = False
+) -> Network:
     """Return the network of nodes with `num_local` ranks each. `inside`: None if it was not measured.
+
+    device_sums  as in `Network`
 
     If all ranks share memory, `between` was measured inside their node, so the network is flat with that link.
     """
     if num_local in (1, world_size):
         return Network.flat(world_size, between)
     inside = inside or DEFAULT_INSIDE
-    return Network(num_nodes=world_size // num_local, ranks_per_node=num_local, between=between, inside=inside)
+    num_nodes = world_size // num_local
+    return Network(
+        num_nodes=num_nodes, ranks_per_node=num_local, between=between, inside=inside, device_sums=device_sums
+    )
 
 
 def dense_shares(groups: Sequence[PlannedGroup]) -> dict[Option, float]:

@@ -226,14 +226,15 @@ class Adaptive(Policy):
     def _allowed(self, situation: Situation) -> list[Option]:
         """Return the options that are not banned and keep enough: those in force may keep a little less.
 
-        Where a GPU holds the gradients, with the same ones offloaded.
+        Where a GPU holds the gradients, with the same ones offloaded, but none whose link inside nodes is not known.
         """
         in_force, measured = {group.option for group in situation.plan.groups}, situation.planner_input.now
         moved = offloaded(self.options) if measured.bus is not None else ()
         return [
             option
             for option in situation.allowed((*self.options, *moved))
-            if option in in_force or (measured.efficiency(option) or 0.0) >= self._enter_gain
+            if option in in_force
+            or (measured.network.knows_inside(option) and (measured.efficiency(option) or 0.0) >= self._enter_gain)
         ]
 
     def _keeps_enough(self, option: Option, planner_input: PlannerInput) -> bool:

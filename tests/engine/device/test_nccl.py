@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.branches import Branches
+from support.branches import Branches, train
 from support.ranks import log_lines, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
+from cgx_ray.collectives.transport import tcp
 from cgx_ray.collectives.transport.gathered import Gatherer
 from cgx_ray.runtime_ext.streams import STREAMS, Streams
+from cgx_ray.session import ddp as session
 from cgx_ray.session import nccl
 
 GPU = torch.device("cuda", 0)
@@ -57,13 +60,13 @@ class Vendor:
         patch.setattr(dist, "all_reduce", self._add)
         patch.setattr(dist, "destroy_process_group", lambda group: self.calls.append("destroyed"))
 
-    def _make(self, **options: Any) -> dist.ProcessGroup:
-        self.calls.append(options)
+    def _make(self, ranks: Sequence[int] | None, **options: Any) -> dist.ProcessGroup | None:
+        self.calls.append({"ranks": ranks, **options})
         if self._rank == self._machine.fails_on:
             raise RuntimeError("no route to host")
         if self._rank == self._machine.hangs_on:
             self.goes_on.wait()
-        return self.group
+        return self.group if ranks is None or self._rank in ranks else None
 
     def _add(self, values: torch.Tensor, **options: Any) -> None:
         assert options["group"] is self.group
@@ -72,8 +75,10 @@ class Vendor:
             self._sum(values, group=self.group)
 
 
-def _ask(rank: int, machine: Machine, model: str, environment: dict[str, str]) -> tuple[bool, list[Any], list[str]]:
-    """Return whether there is a group, what the vendor was asked for, and the log."""
+def _ask(
+    rank: int, machine: Machine, model: str, environment: dict[str, str], nodes: Sequence[int] = ()
+) -> tuple[bool, list[Any], list[str]]:
+    """Return whether there is a group, what the vendor was asked for, and the log. `nodes`: of the group of a node."""
     lines = log_lines()
     nccl.logger.setLevel("INFO")
     module: nn.Module = Branches()
@@ -91,7 +96,10 @@ def _ask(rank: int, machine: Machine, model: str, environment: dict[str, str]) -
         gather = Gatherer(world)
         vendor = Vendor(rank, machine, patch)
         device = torch.device("cpu") if machine.buses[rank] is None else GPU
-        group = nccl.nccl_group(ddp, device, gather, TIMEOUT_S)
+        if nodes:
+            group = nccl.inside_group(nodes, device, gather, TIMEOUT_S)
+        else:
+            group = nccl.nccl_group(ddp, device, gather, TIMEOUT_S)
         assert group is None or group is vendor.group
         # Its thread has not come back yet.
         vendor.goes_on.set()
@@ -113,6 +121,7 @@ def _ask(rank: int, machine: Machine, model: str, environment: dict[str, str]) -
 def test_ranks_get_an_nccl_group_that_is_connected_at_once(machine: Machine) -> None:
     for has_group, (made, first_sum), lines in run_ranks(2, _ask, machine, "plain", {}):
         assert has_group
+        assert made["ranks"] is None
         assert made["backend"] == "nccl"
         assert made["device_id"] == GPU
         assert made["timeout"].total_seconds() == TIMEOUT_S
@@ -166,6 +175,77 @@ def test_all_ranks_use_nccl_or_none_does(machine: Machine, says: str) -> None:
     assert says in line
     assert "NCCL_SOCKET_IFNAME" in line
     assert not other[2]
+
+
+def test_ranks_of_a_node_get_a_group_of_their_own() -> None:
+    for has_group, (made, first_sum), lines in run_ranks(2, _ask, Machine(), "plain", {}, (7, 7)):
+        assert has_group
+        assert (made["backend"], made["device_id"], made["ranks"]) == ("nccl", GPU, [0, 1])
+        assert made["timeout"].total_seconds() == TIMEOUT_S
+        assert first_sum == "sum"
+        assert not lines
+
+
+def _names(rank: int, machine: Machine, nodes: Sequence[int]) -> tuple[int, tuple[bool, list[Any], list[str]]]:
+    """Return by how many the number in the next group's name has grown, where only the vendor's groups count."""
+    skipped: list[int] = []
+    nccl.skip_group_names = skipped.append
+    asked = _ask(rank, machine, "plain", {}, nodes)
+    return sum(skipped) + sum(isinstance(call, dict) for call in asked[1]), asked
+
+
+@pytest.mark.fault("NCCL does not connect the ranks of a node", "no rank uses it there; a warning says so")
+@pytest.mark.parametrize("machine", [Machine(fails_on=0), Machine(hangs_on=0)], ids=["error", "silence"])
+@pytest.mark.parametrize("nodes", [(0, 0), (0, 1)], ids=["one node", "two nodes"])
+def test_all_nodes_use_nccl_inside_or_none_does(machine: Machine, nodes: Sequence[int]) -> None:
+    (first_number, first), (other_number, other) = run_ranks(2, _names, machine, nodes)
+    assert not first[0]
+    assert not other[0]
+    assert other[1][-2:] == ["sum", "destroyed"]
+    # Names of later groups are the same on all ranks.
+    assert first_number == other_number == len(set(nodes))
+    (line,) = first[2]
+    assert "NCCL does not connect the ranks of each node within 4 s (rank 0: " in line
+    assert "hierarchical groups are summed by the host" in line
+    assert not other[2]
+
+
+def _attached(rank: int, nodes: Sequence[int], given: dict[str, str]) -> tuple[list[Sequence[int]], bool]:
+    """Return the nodes for which `attach` asked for groups, and whether it uses them."""
+    tcp.host_key = lambda: f"node {nodes[rank]}"
+    asked: list[Sequence[int]] = []
+
+    def inside(nodes: Sequence[int], *others: Any) -> dist.ProcessGroup:
+        asked.append(nodes)
+        here = [other for other, node in enumerate(nodes) if node == nodes[rank]]
+        return dist.new_group(here, use_local_synchronization=True)
+
+    session.nccl_group = lambda *others: dist.new_group()
+    session.inside_group = inside
+    model = DistributedDataParallel(Branches())
+    attachment = cgx_ray.attach(model, **given)
+    assert attachment._engine is not None
+    is_used = attachment._engine._transport.inside is not None
+    train(model, rank, range(1))
+    attachment.close()
+    return asked, is_used
+
+
+@pytest.mark.parametrize(
+    ("nodes", "given", "is_asked"),
+    [
+        ((0, 0, 1), {"codec": "qsgd", "intra": "dense"}, True),
+        ((0, 0, 1), {"codec": "qsgd"}, False),
+        ((0, 1, 2), {"codec": "qsgd", "intra": "dense"}, False),
+    ],
+    ids=["hierarchical", "flat", "a rank a node"],
+)
+def test_attach_asks_for_groups_of_nodes_where_a_plan_may_use_them(
+    nodes: Sequence[int], given: dict[str, str], is_asked: bool
+) -> None:
+    for asked, is_used in run_ranks(3, _attached, nodes, given):
+        assert [list(one) for one in asked] == ([list(nodes)] if is_asked else [])
+        assert is_used == is_asked
 
 
 def _mixed(rank: int) -> str:

@@ -28,6 +28,7 @@ from cgx_ray.codecs import Codec
 from cgx_ray.codecs.codec import Memory, PayloadRow
 from cgx_ray.collectives import Transport, hierarchical
 from cgx_ray.collectives.transport import transport as transport_module
+from cgx_ray.collectives.transport.vendor_group import VendorGroup
 from cgx_ray.engine import group as engine_group
 from cgx_ray.engine.gains import gain_meter, gain_schedule
 from cgx_ray.runtime_ext import streams
@@ -122,6 +123,8 @@ class TracedDevice(Streams):
         self._memory: list[tuple[int, int]] = []
         self._pinned: list[tuple[int, int]] = []
         self._kept: list[Tensor] = []
+        # Of the first call that has failed. Then all that is asked of the device fails.
+        self._failure: RuntimeError | None = None
 
     def install(self, vendor: dist.ProcessGroup | None = None) -> None:
         """Take the place of the streams of `DEVICE` in this process, and trace codecs and messages of engines.
@@ -159,6 +162,7 @@ class TracedDevice(Streams):
                 return all_reduce(values_N, *arguments, **options)
             return self.launch(lambda: all_reduce(values_N, group=vendor), [values_N], [values_N], "sums")
 
+        self._trace_nodes()
         Transport._start_sum = traced_start_sum  # type: ignore[method-assign]
         transport_module.streams_of = lambda device: self  # type: ignore[attr-defined]
         dist.all_reduce = traced_all_reduce
@@ -167,6 +171,25 @@ class TracedDevice(Streams):
         gain_meter.histogram = traced_histogram  # type: ignore[attr-defined]
         Transport.start = traced_start  # type: ignore[method-assign]
         engine_group.is_finite = traced_is_finite  # type: ignore[attr-defined]
+
+    def _trace_nodes(self) -> None:
+        """Trace the sums inside nodes."""
+        room, sum_rows, gather_rows = VendorGroup._room, VendorGroup._sum_rows, VendorGroup._gather_rows
+
+        def traced_room(inside: VendorGroup, values_N: Tensor, longest: int) -> Tensor:
+            rows_LC = room(inside, values_N, longest)
+            self.own(rows_LC)
+            return rows_LC
+
+        def traced_sum_rows(inside: VendorGroup, rows_LC: Tensor) -> None:
+            self.launch(lambda: sum_rows(inside, rows_LC), [rows_LC], [rows_LC], "sums")
+
+        def traced_gather_rows(inside: VendorGroup, rows_LC: Tensor) -> None:
+            self.launch(lambda: gather_rows(inside, rows_LC), [rows_LC], [rows_LC], "gathers")
+
+        VendorGroup._room = traced_room  # type: ignore[method-assign]
+        VendorGroup._sum_rows = traced_sum_rows  # type: ignore[method-assign]
+        VendorGroup._gather_rows = traced_gather_rows  # type: ignore[method-assign]
 
     # As an engine uses it.
 
@@ -297,7 +320,9 @@ class TracedDevice(Streams):
         self._known[thread] = joined(self._known.get(thread, {}), after)
 
     def _do_one(self) -> None:
-        """Do a call that may be done now, if there is one."""
+        """Do a call that may be done now, if there is one. Raises the error of the first call that has failed."""
+        if self._failure is not None:
+            raise self._failure
         ready = [
             stream
             for stream, calls in self._calls.items()
@@ -306,7 +331,11 @@ class TracedDevice(Streams):
         if ready:
             stream = self._chance.choice(ready)
             with _disable_current_modes():
-                self._calls[stream].popleft().do()
+                try:
+                    self._calls[stream].popleft().do()
+                except RuntimeError as error:
+                    self._failure = error
+                    raise
             self._num_done[stream] += 1
 
     def _check(
