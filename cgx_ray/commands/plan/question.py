@@ -131,8 +131,7 @@ def read_question(
     measured = load_profile(profile or TYPICAL_PROFILE)
     inside = parse_link(inside_latency, inside_bandwidth)
     network = make_network(workers, ranks_per_node, _between(latency, bandwidth, measured.link), inside)
-    if samples_per_epoch is not None and price is None:
-        raise ConfigError("--samples-per-epoch is for the price of an epoch; give --price too")
+    priced = _read_price(price, batch, samples_per_epoch)
     given = dict(_read_gain(text) for text in gains)
     scenario = Scenario(
         model=description,
@@ -157,9 +156,15 @@ def read_question(
     return Question(
         scenario=scenario,
         assumptions=tuple(assumptions),
-        price=None if price is None else Price(usd_per_hour=price, batch=batch, samples=samples_per_epoch),
+        price=priced,
         sweep=swept,
     )
+
+
+def _read_price(price: float | None, batch: int, samples: int | None) -> Price | None:
+    if samples is not None and price is None:
+        raise ConfigError("--samples-per-epoch is for the price of an epoch; give --price too")
+    return None if price is None else Price(usd_per_hour=price, batch=batch, samples=samples)
 
 
 def _read_periods(text: str) -> tuple[int, ...]:

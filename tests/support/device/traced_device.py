@@ -28,7 +28,6 @@ from cgx_ray.codecs import Codec
 from cgx_ray.codecs.codec import Memory, PayloadRow
 from cgx_ray.collectives import Transport, hierarchical
 from cgx_ray.collectives.transport import transport as transport_module
-from cgx_ray.collectives.transport.vendor_group import VendorGroup
 from cgx_ray.engine import group as engine_group
 from cgx_ray.engine.gains import gain_meter, gain_schedule
 from cgx_ray.runtime_ext import streams
@@ -47,6 +46,7 @@ from support.device.traced_calls import (
     lies_in,
     span,
 )
+from support.device.traced_nodes import trace_nodes
 
 # Tensors on it say that they are on the CPU, but to the engine it is no host.
 DEVICE = torch.device("cpu", 0)
@@ -162,7 +162,7 @@ class TracedDevice(Streams):
                 return all_reduce(values_N, *arguments, **options)
             return self.launch(lambda: all_reduce(values_N, group=vendor), [values_N], [values_N], "sums")
 
-        self._trace_nodes()
+        trace_nodes(self)
         Transport._start_sum = traced_start_sum  # type: ignore[method-assign]
         transport_module.streams_of = lambda device: self  # type: ignore[attr-defined]
         dist.all_reduce = traced_all_reduce
@@ -171,25 +171,6 @@ class TracedDevice(Streams):
         gain_meter.histogram = traced_histogram  # type: ignore[attr-defined]
         Transport.start = traced_start  # type: ignore[method-assign]
         engine_group.is_finite = traced_is_finite  # type: ignore[attr-defined]
-
-    def _trace_nodes(self) -> None:
-        """Trace the sums inside nodes."""
-        room, sum_rows, gather_rows = VendorGroup._room, VendorGroup._sum_rows, VendorGroup._gather_rows
-
-        def traced_room(inside: VendorGroup, values_N: Tensor, longest: int) -> Tensor:
-            rows_LC = room(inside, values_N, longest)
-            self.own(rows_LC)
-            return rows_LC
-
-        def traced_sum_rows(inside: VendorGroup, rows_LC: Tensor) -> None:
-            self.launch(lambda: sum_rows(inside, rows_LC), [rows_LC], [rows_LC], "sums")
-
-        def traced_gather_rows(inside: VendorGroup, rows_LC: Tensor) -> None:
-            self.launch(lambda: gather_rows(inside, rows_LC), [rows_LC], [rows_LC], "gathers")
-
-        VendorGroup._room = traced_room  # type: ignore[method-assign]
-        VendorGroup._sum_rows = traced_sum_rows  # type: ignore[method-assign]
-        VendorGroup._gather_rows = traced_gather_rows  # type: ignore[method-assign]
 
     # As an engine uses it.
 
