@@ -131,7 +131,6 @@ def read_question(
     measured = load_profile(profile or TYPICAL_PROFILE)
     inside = parse_link(inside_latency, inside_bandwidth)
     network = make_network(workers, ranks_per_node, _between(latency, bandwidth, measured.link), inside)
-    priced = _read_price(price, batch, samples_per_epoch)
     given = dict(_read_gain(text) for text in gains)
     scenario = Scenario(
         model=description,
@@ -156,7 +155,7 @@ def read_question(
     return Question(
         scenario=scenario,
         assumptions=tuple(assumptions),
-        price=priced,
+        price=_read_price(price, batch, samples_per_epoch),
         sweep=swept,
     )
 
