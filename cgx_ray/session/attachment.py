@@ -290,8 +290,7 @@ class Attachment:
             self._engine.load_state(state["step"], memories, loss_scale=state["loss_scale"])
             return
         if self._rounds is not None:
-            found = state[ROUND]
-            self._rounds.load_state({**found, **{one: named_as(found[one], names) for one in ("anchor", "rates")}})
+            self._rounds.load_state({**state[ROUND], "anchor": named_as(state[ROUND]["anchor"], names)})
         changes = {kind: named_as(state[CHANGES][kind], names) for kind in KINDS}
         self._engine.load_state(state["step"], memories, changes=changes, loss_scale=state["loss_scale"])
 

@@ -155,6 +155,7 @@ def _question(cluster: PricedCluster, num_nodes: int, given: Mapping[str, Any]) 
         profile=given["profile"],
         gains=given["gains"],
         min_gain=given["min_gain"],
+        period=given["period"],
         price=cluster.usd_per_hour / cluster.gpus_per_node,
         samples_per_epoch=given["samples_per_epoch"],
         sweep=None,

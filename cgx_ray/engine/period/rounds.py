@@ -1,7 +1,8 @@
 """Rounds: the ranks of a DDP model train alone for some steps, then average what these have changed.
 
 Local SGD (McMahan et al. 2017; Stich 2019), with what keeps an optimizer on the way that it would go with mean
-gradients: `rho`, and first moments that follow the average (`local_optimizers`). docs/period.md explains both.
+gradients: `rho`. docs/period.md explains it. Moments of optimizers stay each rank's own: to average the first ones too
+doubles the bytes, and half the period costs the same loss with as many (docs/log/2026-11-26.md, entry 92).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from cgx_ray.plan import STEPS_TOGETHER
 from cgx_ray.torch_compat import allows_uneven_inputs
 
 # State of one whose gradients are exchanged, and have not told rho yet.
-NO_ROUND: Mapping[str, Any] = {"rho": None, "anchor": {}, "folds": [], "rates": {}}
+NO_ROUND: Mapping[str, Any] = {"rho": None, "anchor": {}, "folds": []}
 
 
 class Rounds:
@@ -199,7 +200,6 @@ class Rounds:
             self._leave()
         elif self._optimizers is not None:
             self._optimizers.rho = self._rho.value
-            self._optimizers.begin_round()
 
     def _changes(self) -> dict[str, Tensor]:
         """Return what has changed, by layer, side by side in the order of the plan, in float32 at least."""
@@ -219,8 +219,6 @@ class Rounds:
         for name, mean in means.items():
             parameter, anchor = self._parameters[name], self._anchor[name]
             common = anchor.to(mean.dtype).add_(mean) if anchor.dtype != mean.dtype else anchor.add(mean)
-            if self._optimizers is not None:
-                self._optimizers.follow(parameter, common - parameter)
             parameter.copy_(common)
             anchor.copy_(parameter)
 
@@ -237,7 +235,6 @@ class Rounds:
         if self._folds and self._optimizers is not None:
             state["anchor"] = {name: anchor.to("cpu", copy=True) for name, anchor in self._anchor.items()}
             state["folds"] = torch.stack(self._folds).cpu()
-            state["rates"] = self._optimizers.rates(self._parameters)
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -260,7 +257,6 @@ class Rounds:
                 self._anchor[name].copy_(value.view_as(self._anchor[name]))
             device = self._engine.device
             self._folds = list(state["folds"].to(device))
-            self._optimizers.load_rates(state["rates"], self._parameters)
 
 
 def _wide(parameter: Tensor) -> torch.dtype:

@@ -145,29 +145,3 @@ def test_a_step_that_raises_leaves_the_users_learning_rate() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
     followed.close()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize("name", ["momentum", "adamw"])
-def test_a_first_moment_follows_the_average_of_the_ranks(name: str) -> None:
-    """Two ranks that go opposite ways: their mean does not move, and so their first moments become smaller."""
-    make = {"momentum": OPTIMIZERS["momentum"], "adamw": partial(torch.optim.AdamW, lr=0.1)}[name]
-    ends, moments, befores = [], [], []
-    for sign in (1.0, -1.0):
-        parameter = nn.Parameter(torch.zeros(4))
-        optimizer = make([parameter])
-        followed = LocalOptimizers({"a": parameter}, lambda: None)
-        for _ in range(6):
-            parameter.grad = sign * torch.tensor([1.0, 2.0, 0.5, 0.0])
-            optimizer.step()
-        ends.append(parameter.detach().clone())
-        (state,) = optimizer.state.values()
-        moment = state.get("momentum_buffer", state.get("exp_avg"))
-        befores.append(moment.clone())
-        with torch.no_grad():
-            followed.follow(parameter, -parameter.detach())
-        followed.close()
-        moments.append(moment)
-    torch.testing.assert_close(ends[0], -ends[1])
-    torch.testing.assert_close(moments[0], -moments[1])
-    assert (moments[0].abs() <= befores[0].abs()).all()
-    assert float(moments[0].norm()) < 0.8 * float(befores[0].norm())
