@@ -338,6 +338,7 @@ class ControlLoop:
         measured = state.known()
         if self._policy.is_guarded:
             state.bans.add_gain_fall(state.costly_options(measured, self._policy.options), at.step, at.now_s)
+            measured = replace(measured, max_period=state.max_period)
         asked = self._situation(state, cause.text, state.plan, measured, at)
         decision = self._ask(state, asked, at)
         if decision is None:

@@ -19,6 +19,7 @@ from cgx_ray.control.learned.measured import (
     compressing_options,
     compute_times,
     costliest,
+    fallen,
     inside_of,
     is_dense,
     network_of,
@@ -33,7 +34,7 @@ from cgx_ray.control.trial.measuring_steps import MeasuringSteps
 from cgx_ray.control.trial.outcome import PendingOutcome, PlanRecord
 from cgx_ray.control.trial.steps_beside_predictions import SURPRISE, StepsBesidePredictions
 from cgx_ray.monitors.sample import NodeSample, NodeStep
-from cgx_ray.plan import STEPS_TOGETHER, Option, Plan
+from cgx_ray.plan import MAX_PERIOD, STEPS_TOGETHER, Option, Plan
 from cgx_ray.planner.bits import bits_of
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.prediction import Measured, groups_of
@@ -91,6 +92,7 @@ class WorkerGroupState:
         self.losses = KnownLosses(self.layers, bits_of(option.codec for option in policy.options))
         self._max_error = policy.max_error
         self._bits = bits_by_layer(plan)
+        self._max_period = MAX_PERIOD
         self.loss = LossTrend()
         self._registration = registration
         self._joiner = StepJoiner(plan.world_size)
@@ -226,7 +228,8 @@ class WorkerGroupState:
 
     def _start_plan(self, plan: Plan, before: PlanRecord | None) -> None:
         """Begin with `plan`. `before`: its steps before measuring steps that end now."""
-        if non_dense_options(plan) != non_dense_options(self.plan) and self.measuring is None and before is None:
+        is_other = (plan.period, non_dense_options(plan)) != (self.plan.period, non_dense_options(self.plan))
+        if is_other and self.measuring is None and before is None:
             self.loss.start_plan()
         self._versions, self._is_judged = {plan.version}, False
         self.steps.start_plan(plan, before, is_measuring=self.measuring is not None)
@@ -294,7 +297,7 @@ class WorkerGroupState:
             return None
         if self.failed is not None:
             return Cause("failed_plan", f"{self.failed} failed")
-        if compressing_options(self.plan) and self.loss.worse is not None:
+        if self.loss.worse is not None and (compressing_options(self.plan) or self.plan.period > 1):
             return Cause("loss", self.loss.worse)
         if self._news is not None:
             return self._news
@@ -391,17 +394,25 @@ class WorkerGroupState:
             squared_errors=self.losses.squared_errors or before,
             error_excess=self.losses.error_excess,
             gain_curve=self.losses.gain_curve,
-            is_settled=not self.gains.is_learning and self.last_step >= STEPS_TOGETHER,
+            max_period=self.max_period,
         )
+
+    @property
+    def max_period(self) -> int:
+        """Longest period that may be chosen."""
+        return 1 if self.gains.is_learning or self.last_step < STEPS_TOGETHER else self._max_period
 
     def costly_options(self, measured: Measured, options: Sequence[Option]) -> set[Option]:
         """Return the option in use that keeps the least if the loss has got worse, and all of `options` that keep less.
 
-        Forgets the trend, since the next plan begins another.
+        None in rounds, whose period must be shorter from now on. Forgets the trend: the next plan begins another.
         """
         if self.loss.worse is None:
             return set()
         self.loss.restart()
+        if self.plan.period > 1:
+            self._max_period = self.plan.period // 2
+            return set()
         return costliest(compressing_options(self.plan), options, measured)
 
     def fallen_options(self, measured: Measured) -> set[Option]:
@@ -409,14 +420,7 @@ class WorkerGroupState:
 
         A codec whose measured loss counts, not its gain, does not fall with the gain.
         """
-        if self.decided is None:
-            return set()
-        fallen = set()
-        for option in non_dense_options(self.plan):
-            before, now = self.decided.efficiency(option), measured.efficiency(option)
-            if before is not None and now is not None and now < before - GAIN_CHANGE:
-                fallen.add(option)
-        return fallen
+        return fallen(non_dense_options(self.plan), self.decided or measured, measured, GAIN_CHANGE)
 
     def facts(self) -> LoopFacts:
         measured = self.measured() or self.decided

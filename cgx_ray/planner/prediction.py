@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple, get_args
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import DENSE, NONE, CodecSpec, GroupPlan, Layer, Option, Plan
+from cgx_ray.plan import DENSE, MAX_PERIOD, NONE, CodecSpec, GroupPlan, Layer, Option, Plan
 from cgx_ray.planner.bits import QSGD, LayerErrors
 from cgx_ray.planner.candidates import CodecCost, codec_cost_of, efficiency, host_name
 from cgx_ray.planner.cost import Link, Network
@@ -47,7 +47,7 @@ class Measured:
                  of qsgd by number of bits and by layer, in any unit; empty before they are measured
     error_excess error of bits in force over what was expected of them, 1 or more
     gain_curve   gain of top-k by density; empty before it is measured
-    is_settled   False while gradients change fast: ranks do not train alone then
+    max_period   longest period that may be chosen: 1 while gradients change fast
     """
 
     layers: tuple[Layer, ...]
@@ -63,7 +63,7 @@ class Measured:
     error_excess: float = 1.0
     gain_curve: Mapping[float, float] = field(default_factory=dict)
     bus: Link | None = None
-    is_settled: bool = True
+    max_period: int = MAX_PERIOD
     engine: EngineCost = HOST_ENGINE
 
     def __post_init__(self) -> None:

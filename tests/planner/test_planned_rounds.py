@@ -112,7 +112,8 @@ def test_a_codec_and_a_period_lose_no_more_together_than_balanced_allows() -> No
 def test_rounds_end_when_gradients_change_fast_or_they_may_not_be_chosen(period: int) -> None:
     plan, slow = _plan(period), _measured(0.01)
     assert _chosen(Adaptive(periods=(period,)), slow, plan).period == period
-    assert _chosen(Adaptive(periods=(1, period)), replace(slow, is_settled=False), plan).period == 1
+    assert _chosen(Adaptive(periods=(1, period)), replace(slow, max_period=1), plan).period == 1
+    assert _chosen(Adaptive(periods=(4, period)), replace(slow, max_period=period // 2), plan).period == 4
     assert _chosen(Adaptive(), slow, plan).period == 1
 
 

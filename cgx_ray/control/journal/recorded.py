@@ -49,7 +49,7 @@ def situation_fields(situation: Situation) -> dict[str, Any]:
             str(bits): [errors.get(layer.name) for layer in now.layers] for bits, errors in now.squared_errors.items()
         },
         "encodes_on": now.encodes_on,
-        "is_settled": now.is_settled,
+        "max_period": now.max_period,
         "bus": _link_fields(now.bus) if now.bus is not None else None,
         "engine": asdict(now.engine) if now.engine != HOST_ENGINE else None,
         "errors": planner_input.errors.recorded(),
@@ -116,7 +116,7 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
             for bits, errors in fields.get("squared_errors", {}).items()
         },
         encodes_on=fields["encodes_on"],
-        is_settled=fields.get("is_settled", True),
+        max_period=fields.get("max_period", 1),
         bus=Link(**fields["bus"]) if fields.get("bus") is not None else None,
         engine=EngineCost(**fields["engine"]) if fields.get("engine") is not None else HOST_ENGINE,
         # Every plan has the fixed groups, so the plan in force has them too.

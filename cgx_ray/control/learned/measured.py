@@ -41,6 +41,12 @@ def costliest(in_use: Iterable[Option], options: Iterable[Option], measured: Mea
     return less | {option for option, share in kept.items() if share == least}
 
 
+def fallen(in_use: Iterable[Option], before: Measured, now: Measured, share: float) -> set[Option]:
+    """Return those of `in_use` whose efficiency is more than `share` under what it was before."""
+    both = {option: (before.efficiency(option), now.efficiency(option)) for option in in_use}
+    return {one for one, (then, new) in both.items() if then is not None and new is not None and new < then - share}
+
+
 def timed_options(plan: Plan) -> frozenset[Option]:
     """Return the options of `plan` with a codec that takes time, with those of fixed groups."""
     return frozenset(group.option for group in plan.groups if group.option.codec != NONE)

@@ -173,8 +173,8 @@ class Adaptive(Policy):
 
     def _with_rounds(self, planner_input: PlannerInput, allowed: Sequence[Option], found: BestPlan) -> BestPlan:
         """Return `found`, or the best plan of rounds if that promises MIN_IMPROVEMENT over it."""
-        periods = [period for period in self._periods if period > 1]
-        if not periods or planner_input.now.fixed or not planner_input.now.is_settled:
+        periods = [period for period in self._periods if 1 < period <= planner_input.now.max_period]
+        if not periods or planner_input.now.fixed:
             return found
         found_groups = []
         for period in periods:
@@ -243,8 +243,8 @@ class Adaptive(Policy):
     def _may_stay(self, situation: Situation, current: Prediction) -> bool:
         used = {group.option.flat() for group in current.groups if group.option != DENSE and not group.is_fixed}
         keeps_enough = current.efficiency is not None and current.efficiency >= self._least_gain
-        may_skip = situation.planner_input.now.is_settled and current.period in self._periods
-        return keeps_enough and (current.period == 1 or may_skip) and situation.banned.isdisjoint(used)
+        is_short = current.period <= situation.planner_input.now.max_period
+        return keeps_enough and is_short and current.period in (1, *self._periods) and situation.banned.isdisjoint(used)
 
     def _is_worth(self, situation: Situation, current: Prediction, found: BestPlan) -> bool:
         """Return whether the best plan saves enough, and more than the time that the change takes."""
