@@ -21,7 +21,8 @@ POWERSGD_RANK = 4
 class StepWay:
     """A way to average gradients behind DistributedDataParallel.
 
-    codec, scheme  of kind "engine"
+    codec, scheme, period
+                   of kind "engine"; with a period of more than 1, a step is the mean one of a round
     bucket_cap_mb  None: DDP's default, a first bucket of 1 MiB and then 25 MiB
     """
 
@@ -29,6 +30,7 @@ class StepWay:
     kind: Kind
     codec: str = "none"
     scheme: str = "dense"
+    period: int = 1
     bucket_cap_mb: int | None = None
 
     @property
@@ -52,6 +54,7 @@ _USUAL_BUCKETS = (
     StepWay(name="engine_fp16", kind="engine", codec="fp16", scheme="allreduce"),
     StepWay(name="engine_bf16", kind="engine", codec="bf16", scheme="sra"),
     StepWay(name="engine_qsgd", kind="engine", codec="qsgd:bits=4,bucket_size=128", scheme="sra"),
+    StepWay(name="engine_rounds", kind="engine", codec="qsgd:bits=4,bucket_size=128", scheme="sra", period=8),
     StepWay(name="engine_topk", kind="engine", codec="topk:density=0.01", scheme="allgather"),
     StepWay(name="joint", kind="joint"),
 )

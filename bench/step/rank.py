@@ -26,7 +26,7 @@ from bench.step.sleeping_model import BackwardClock, SleepingModel, fixed_gradie
 from bench.step.torch_hooks import register_hook
 from bench.step.workload import GAINS, Workload, joint_plan
 from cgx_ray.engine.chrome_trace import PhaseSpan
-from cgx_ray.plan import CodecSpec, Plan
+from cgx_ray.plan import STEPS_TOGETHER, CodecSpec, Plan
 from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.session.attachment import Attachment
 from cgx_ray.session.calibrate import measure_codec
@@ -53,13 +53,16 @@ class _Runner:
         self._lead_s = lead_s
 
     def step(self) -> tuple[float, float]:
-        """Do one step. Return its start, as of `time.perf_counter`, and its seconds."""
-        self._model.zero_grad(set_to_none=True)
+        """Do one step, or a round. Return its start, as of `time.perf_counter`, and the seconds of a step."""
         began_s = start_together(self._lead_s)
-        loss = self._model(torch.zeros(()))
-        self._clock.begin()
-        loss.backward()
-        return began_s, time.perf_counter() - began_s
+        for _ in range(self.way.period):
+            self._model.zero_grad(set_to_none=True)
+            loss = self._model(torch.zeros(()))
+            self._clock.begin()
+            loss.backward()
+        if self.attachment is not None:
+            self.attachment.end_round()
+        return began_s, (time.perf_counter() - began_s) / self.way.period
 
     def check(self) -> None:
         """Raise BenchError unless all ranks hold the same averages."""
@@ -68,7 +71,7 @@ class _Runner:
         least_L, most_L = sums_L.clone(), sums_L.clone()
         dist.all_reduce(least_L, op=dist.ReduceOp.MIN)
         dist.all_reduce(most_L, op=dist.ReduceOp.MAX)
-        if self.way.kind != "noop" and not torch.equal(least_L, most_L):
+        if self.way.kind != "noop" and self.way.period == 1 and not torch.equal(least_L, most_L):
             num_layers = int((least_L != most_L).sum())
             raise BenchError(f"{self.way.name}: ranks hold different averages of {num_layers} layers")
 
@@ -114,8 +117,16 @@ class _Rank:
         # Without shared memory between ranks, which would go around the links of a lab. Nobody trains these weights.
         if way.kind == "engine":
             attachment = cgx_ray.attach(
-                model, codec=way.codec, scheme=way.scheme, shared_memory=False, weight_check_steps=0
+                model,
+                codec=way.codec,
+                scheme=way.scheme,
+                period=way.period,
+                shared_memory=False,
+                weight_check_steps=0,
             )
+            if way.period > 1:
+                # As in a training that goes on: in its first steps, ranks do not train alone.
+                attachment.load_state_dict(attachment.state_dict() | {"step": STEPS_TOGETHER})
         elif way.kind == "joint":
             attachment = cgx_ray.attach(model, plan=self._joint_plan(way), shared_memory=False, weight_check_steps=0)
         elif way.kind != "ddp":

@@ -62,7 +62,7 @@ class SleepingModel(nn.Module):
         self._gradients = gradients
         self._clock = clock
         for name, gradient in zip(names, gradients, strict=True):
-            self.register_parameter(name, nn.Parameter(torch.empty_like(gradient)))
+            self.register_parameter(name, nn.Parameter(torch.zeros_like(gradient)))
 
     def forward(self, token: Tensor) -> Tensor:
         """Pass a scalar through all layers. Backward then visits them from the last to the first."""

@@ -103,15 +103,19 @@ class Workload:
     def link_bytes(self, way: StepWay, plan: Plan | None = None) -> float:
         """Return the bytes that one rank's link carries in a step, one direction. `plan`: of a way of the engine."""
         if plan is not None:
-            return sum(
-                terms(
-                    group.option.scheme,
-                    self.num_ranks,
-                    group.dense_bytes,
-                    group.wire_bytes,
-                    group.option.codec.index_bytes(group.numel),
-                )[1]
-                for group in groups_of(plan, self.layers)
+            return (
+                1
+                / plan.period
+                * sum(
+                    terms(
+                        group.option.scheme,
+                        self.num_ranks,
+                        group.dense_bytes,
+                        group.wire_bytes,
+                        group.option.codec.index_bytes(group.numel),
+                    )[1]
+                    for group in groups_of(plan, self.layers)
+                )
             )
         summed = {
             "noop": 0.0,
@@ -128,6 +132,8 @@ class Workload:
         noop_s  measured, with the same buckets
         """
         num_bytes = self.link_bytes(way, plan)
+        if plan is not None and plan.period > 1:
+            return noop_s + link.seconds(1 / plan.period, num_bytes)
         return max(noop_s, self.first_ready_s(way.bucket_cap_mb, plan) + link.seconds(1, num_bytes))
 
     def measured(self, *, link: Link, codec_costs: Mapping[str, CodecCost], compute_s: float) -> Measured:

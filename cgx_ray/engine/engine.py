@@ -244,8 +244,8 @@ class Engine:
             self._transport.give_up(overdue_at_close(self._transport.rank, self.step, timeout_s))
             self._thread.end(timeout_s)
         self._transport.close()
-        # It holds the weights, and the attachment, which may outlive the model, holds this engine.
-        self.agreement.weight_check = None
+        # They hold the weights, and the attachment, which may outlive the model, holds this engine.
+        self.agreement.weight_check = self.rounds = None
 
     def take_residuals(self) -> dict[str, Tensor]:
         """Return what codecs have left of this rank's gradients, by layer, and forget it. Call between steps."""
