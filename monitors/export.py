@@ -130,6 +130,7 @@ METRICS: dict[str, Metric] = {
         (RANK,),
         "Encoded size per element of the gradient, mean over elements, with indices and scales; 32 if dense float32.",
     ),
+    "cgx_ray_period": Metric("gauge", "steps", "node", (RANK,), "Steps between two exchanges of the last one."),
     "cgx_ray_groups": Metric("gauge", "groups", "node", _OPTION, "Groups of the plan in force, by codec and scheme."),
     "cgx_ray_plan_version": Metric("gauge", "version", "node", (RANK,), "Plan used in a rank's last step."),
     "cgx_ray_gain": Metric(

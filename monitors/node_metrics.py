@@ -169,6 +169,7 @@ def _plan_gauges(step: StepSample) -> dict[_Gauge, float]:
     return {
         ("cgx_ray_compression_ratio", ()): step.num_steps * step.dense_bytes / encoded_bytes,
         ("cgx_ray_density", ()): kept / numel,
+        ("cgx_ray_period", ()): float(step.num_steps),
         ("cgx_ray_bits_per_element", ()): 8 * encoded_bytes / numel / step.num_steps,
         **{("cgx_ray_groups", tuple(names._asdict().items())): float(n) for names, n in groups.items()},
     }

@@ -143,6 +143,12 @@ _GRADIENT = [
         queries=[Query(f"avg({of('cgx_ray_bits_per_element')})", "bits per element")],
     ),
     Panel(
+        title="After how many steps do ranks exchange?",
+        meaning="Period: 1 if they average the gradients of each step; else they train alone in between.",
+        unit=COUNT,
+        queries=[Query(f"max({of('cgx_ray_period')})", "period")],
+    ),
+    Panel(
         title="How many bytes does each codec and scheme send?",
         meaning="Per second, all ranks together.",
         unit=BYTES_PER_S,
