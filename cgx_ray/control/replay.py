@@ -202,7 +202,8 @@ def _compare(
 ) -> ReplayedDecision:
     plan = decision.plan
     now = DecisionSummary(kind=decision.kind, plan=plan.describe(), step_s=decision.step_s, dense_s=decision.dense_s)
-    same_plan = decision.kind == "keep" or plan.groups == groups
+    same_period = plan.period == entry.get("new_period", plan.period)
+    same_plan = decision.kind == "keep" or (plan.groups == groups and same_period)
     differs = recorded.kind != now.kind or not same_plan
     note = "in other groups" if differs and (recorded.kind, recorded.plan) == (now.kind, now.plan) else ""
     return _replayed(entry, recorded, now, differs=differs, note=note)

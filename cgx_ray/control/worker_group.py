@@ -189,7 +189,7 @@ class WorkerGroupState:
         if self.gains.add_step(step):
             # Another learning rate has another trend.
             self.loss.restart()
-        self.loss.add_loss(step.loss)
+        self.loss.add_loss(step.loss, step.num_steps)
         measured = self.measured() or self.decided
         ratio = self.steps.add_step(step, measured)
         self.speed_up = self.steps.speed_up(measured)
@@ -281,7 +281,7 @@ class WorkerGroupState:
     def is_slow_for_long(self, slowdown: Evidence) -> bool:
         """Return whether the plan is surely too slow, and has been for SLOW_S: else the network may be the cause."""
         is_slow = verdict(slowdown, MAX_SLOWDOWN) is Verdict.SLOW
-        self._slow_s = self._slow_s + self._recent[-1].step_s if is_slow else 0.0
+        self._slow_s = self._slow_s + self._recent[-1].passed_s if is_slow else 0.0
         return self._slow_s >= SLOW_S
 
     def cause(self, step: int, now_s: float, measured: Measured, review_s: float = REVIEW_S) -> Cause | None:

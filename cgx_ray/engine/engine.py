@@ -413,8 +413,8 @@ class Engine:
         finish_s = step.meter.finish() if step.meter is not None else 0.0
         with self.telemetry.optional("times, bytes and gains", step.number):
             before_s, backward_s = step.first_arrival - began_s, step.last_arrival - step.first_arrival
-            between_s = self._banks.last.pauses.add_step(before_s, backward_s)
-            began_s, between_s = began_s + between_s, between_s / step.num_steps
+            between_s = self._banks.last.pauses.add_step(before_s / step.num_steps, backward_s / step.num_steps)
+            began_s += step.num_steps * between_s
             if step.meter is not None:
                 # As if the step had waited for `finish`.
                 self._gains.charge(step.number, ended_s - began_s + finish_s, step.meter.seconds)
@@ -422,7 +422,7 @@ class Engine:
             if self.trace is not None:
                 self.trace.add_step(step.number, self._last_spans, began_s, ended_s)
             sample = sample_of_step(step, self._transport, self.telemetry, began_s, ended_s)
-            drift = self.agreement.drift_at(step.number - 1)
+            drift = self.agreement.drift_at(step.number - step.num_steps)
             self.telemetry.add_sample(
                 replace(sample, between_s=between_s, loss=loss, lr=lr, inside=self._inside, weight_drift=drift)
             )

@@ -104,6 +104,8 @@ class WeightCheck:
 
         Call it while the weights are as they were in the forward pass.
         """
+        # Hashes of the step before may still be compared, and these are what it has left.
+        self._compared = anchor or self._weights
         if not self._every_steps or step == self._hashed_step:
             return NOT_HASHED
         # After a restart the first step may have any number, and ranks may have loaded different weights.
@@ -111,7 +113,6 @@ class WeightCheck:
         if newest < (step if since is None else since) and self._hashed_step >= 0:
             return NOT_HASHED
         self._hashed_step = step
-        self._compared = anchor or self._weights
         devices = {weight.device for weight in self._compared.values()}
         if len(devices) > 1 or HOST in devices:
             return WeightHash(hash_of(self._compared))

@@ -48,6 +48,8 @@ def _draw(line: Mapping[str, Any], record: RunRecord) -> Picture:
         version=line["new"]["version"],
         world_size=situation.plan.world_size,
         groups=read_groups(line["new_groups"], layers),
+        # Earlier journals have none.
+        period=line.get("new_period", 1),
     )
     measured = situation.planner_input.now
     before, after = (predict(measured, groups_of(plan, layers)) for plan in (situation.plan, new))

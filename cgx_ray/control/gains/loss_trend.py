@@ -90,17 +90,22 @@ class LossTrend:
     """The last losses before and since a change of options."""
 
     def __init__(self) -> None:
-        self._num_losses = self._num_since = 0
-        self._before: list[float] = []
-        self._since: list[float] = []
+        self._num_losses = self._num_since = self._num_steps = 0
+        # Number of the step, and loss.
+        self._before: list[tuple[int, float]] = []
+        self._since: list[tuple[int, float]] = []
         self.worse: str | None = None
 
-    def add_loss(self, loss: float | None) -> None:
-        """Add a step's loss, unless it is None, not finite or huge. Set `worse` if it says so, in words."""
+    def add_loss(self, loss: float | None, num_steps: int = 1) -> None:
+        """Add a step's loss, unless it is None, not finite or huge. Set `worse` if it says so, in words.
+
+        num_steps  since the step before: more than 1 in rounds
+        """
+        self._num_steps += num_steps
         if loss is None or not abs(loss) < MAX_LOSS:
             return
         self._num_losses, self._num_since = self._num_losses + 1, self._num_since + 1
-        self._since = [*self._since[1 - MAX_LOSSES :], loss]
+        self._since = [*self._since[1 - MAX_LOSSES :], (self._num_steps, loss)]
         if self.worse is None and MIN_LOSSES <= self._num_since <= len(self._before):
             self.worse = _worse(self._before, self._since)
 
@@ -117,39 +122,41 @@ class LossTrend:
 
 
 class _Line(NamedTuple):
-    """Least-squares line through values at 0, 1, ...
+    """Least-squares line through losses, over the number of the step.
 
-    scatter  standard deviation of the values about it; larger if neighbours deviate alike, as they then say less
+    middle   mean number of their steps
+    squares  sum of the squared distances of their steps from it
+    scatter  standard deviation of the losses about it; larger if neighbours deviate alike, as they then say less
     """
 
+    middle: float
+    squares: float
     mean: float
     slope: float
     scatter: float
 
 
-def _line(values: Sequence[float]) -> _Line:
-    num, middle, mean = len(values), (len(values) - 1) / 2, fmean(values)
-    slope = math.fsum((x - middle) * y for x, y in enumerate(values)) / _squares(num)
-    left = [y - mean - slope * (x - middle) for x, y in enumerate(values)]
-    squares = math.fsum(one**2 for one in left)
-    alike = math.fsum(a * b for a, b in pairwise(left)) / squares if squares > 0 else 0.0
+def _line(losses: Sequence[tuple[int, float]]) -> _Line:
+    middle, mean = (fmean(values) for values in zip(*losses, strict=True))
+    squares = math.fsum((x - middle) ** 2 for x, _ in losses)
+    slope = math.fsum((x - middle) * y for x, y in losses) / squares
+    left = [y - mean - slope * (x - middle) for x, y in losses]
+    errors = math.fsum(one**2 for one in left)
+    alike = math.fsum(a * b for a, b in pairwise(left)) / errors if errors > 0 else 0.0
     alike = min(max(alike, 0.0), 0.9)
-    return _Line(mean, slope, math.sqrt(squares / (num - 2) * (1 + alike) / (1 - alike)))
+    scatter = math.sqrt(errors / (len(losses) - 2) * (1 + alike) / (1 - alike))
+    return _Line(middle, squares, mean, slope, scatter)
 
 
-def _squares(num: int) -> float:
-    """Return the sum of the squared distances of 0, 1, ... num - 1 from their mean."""
-    return num * (num**2 - 1) / 12
-
-
-def _worse(before: Sequence[float], since: Sequence[float]) -> str | None:
+def _worse(before: Sequence[tuple[int, float]], since: Sequence[tuple[int, float]]) -> str | None:
     """Return in words how the losses `since` are worse than those `before`, or None."""
     # The scatter is not that of the losses since: one that begins to rise scatters too.
-    old, mean = _line(before), fmean(since)
+    old, mean = _line(before), fmean(loss for _, loss in since)
     mean_error = old.scatter * math.sqrt(1 / len(before) + 1 / len(since))
-    slope_error = old.scatter / math.sqrt(_squares(len(before)))
+    slope_error = old.scatter / math.sqrt(old.squares)
     # Steps from the middle of the losses before to the change, and from there to the middle of those since.
-    until, after = len(before) / 2, len(since) / 2
+    change = (before[-1][0] + since[0][0]) / 2
+    until, after = change - old.middle, fmean(step for step, _ in since) - change
     reach = until + after * (KEPT_SLOPE if old.slope < 0 else 1.0)
     line = old.mean + old.slope * reach
     is_higher = old.slope <= SURE_RISE * slope_error and mean > old.mean + SURE * mean_error

@@ -188,6 +188,7 @@ def decision_entry(
         "old": _plan_fields(old, measured.layers),
         "new": _plan_fields(new, measured.layers),
         "new_groups": [] if new is old else group_fields(new.groups, measured.layers),
+        "new_period": new.period,
         "reason": decision.reason,
         "inputs": _measured_fields(measured),
         "predicted_step_s": decision.step_s,

@@ -159,12 +159,15 @@ class Adaptive(Policy):
             groups
             for groups in planner_input.plan_s
             if all(group.is_fixed or group.option in usable for group in groups)
-            and period_of(groups) in (1, *self._periods)
+            and self._may_have(period_of(groups), planner_input)
         ]
         if not measured:
             return found
         best = min(measured, key=planner_input.score)
         return _with_best(found, best, planner_input, promised=MIN_IMPROVEMENT)
+
+    def _may_have(self, period: int, planner_input: PlannerInput) -> bool:
+        return period in (1, *self._periods) and period <= planner_input.now.max_period
 
     @property
     def _periods(self) -> Sequence[int]:
@@ -243,8 +246,8 @@ class Adaptive(Policy):
     def _may_stay(self, situation: Situation, current: Prediction) -> bool:
         used = {group.option.flat() for group in current.groups if group.option != DENSE and not group.is_fixed}
         keeps_enough = current.efficiency is not None and current.efficiency >= self._least_gain
-        is_short = current.period <= situation.planner_input.now.max_period
-        return keeps_enough and is_short and current.period in (1, *self._periods) and situation.banned.isdisjoint(used)
+        may_stay = self._may_have(current.period, situation.planner_input)
+        return keeps_enough and may_stay and situation.banned.isdisjoint(used)
 
     def _is_worth(self, situation: Situation, current: Prediction, found: BestPlan) -> bool:
         """Return whether the best plan saves enough, and more than the time that the change takes."""

@@ -144,4 +144,4 @@ def _with_layer(
             (group.layers[at + 1 :], group.option),
         ):
             if names:
-                yield PlannedGroup.of([layers[one] for one in names], used)
+                yield PlannedGroup.of([layers[one] for one in names], used, period=group.period)

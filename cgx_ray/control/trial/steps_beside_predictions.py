@@ -22,7 +22,7 @@ from cgx_ray.control.trial.outcome import PairedStep, PlanRecord
 from cgx_ray.plan import CodecSpec, Layer, Option, Plan
 from cgx_ray.planner.candidates import FREE, CodecCost
 from cgx_ray.planner.cost import Link
-from cgx_ray.planner.prediction import Measured, groups_of, predict
+from cgx_ray.planner.prediction import Measured, groups_of, period_of, predict
 
 # Error of the model (standard deviation of a logarithm) without any dense step, and on another network than the one
 # that dense steps were measured on.
@@ -248,7 +248,11 @@ class StepsBesidePredictions:
 
     def is_beaten(self, measured: Measured, now_s: float) -> bool:
         """Return whether another plan took MIN_IMPROVEMENT less for the same progress under these conditions."""
-        plan_s = self.plan_times.on(measured, now_s)
+        plan_s = {
+            groups: step_s
+            for groups, step_s in self.plan_times.on(measured, now_s).items()
+            if period_of(groups) <= measured.max_period
+        }
         pace_s = {groups: one / (predict(measured, groups).efficiency or MIN_KEPT) for groups, one in plan_s.items()}
         own_s = pace_s.get(self._groups)
         return own_s is not None and min(pace_s.values()) < (1 - MIN_IMPROVEMENT) * own_s
