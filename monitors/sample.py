@@ -132,6 +132,8 @@ class StepValues:
                steps; empty if no plan needs them, and on all but the first ranks
     loss, lr   newest loss and learning rate that the training has reported since the sample before; None if it has not,
                or if they are not finite
+    may_train_alone
+               see `Engine.may_train_alone`
     num_local  number of ranks that share memory, including this one
     inside     link between these ranks; None if it was not measured
     """
@@ -153,6 +155,7 @@ class StepValues:
     loss: Annotated[float | None, reductions.MEAN_OF_FINITE] = None
     lr: Annotated[float | None, reductions.MEDIAN] = None
     num_steps: Annotated[int, reductions.SAME] = 1
+    may_train_alone: Annotated[bool, reductions.SAME] = True
     num_local: Annotated[int, reductions.SAME_OR_ONE] = 1
     inside: Annotated[InsideLink | None, Reduction(_slowest, _slowest)] = None
 
@@ -229,6 +232,7 @@ class NodeStep:
     layer_errors: Mapping[str, LayerSum]
     error_bits: int | None
     num_steps: int
+    may_train_alone: bool
     num_local: int
     weight_drift: float | None
     inside: InsideLink | None

@@ -43,8 +43,7 @@ from cgx_ray.planner.prediction import Measured, groups_of
 LINK_STEPS = 3
 # Steps after a decision before the policy is asked again without any other cause, and its `Policy.review_s` too.
 REVIEW_STEPS = 20
-# Ratio of a step's seconds to the usual ones from which one step is enough to look for another network. Below it a
-# pause or a busy processor is as likely.
+# Ratio of a step's seconds to the usual ones from which one step is enough to look for another network.
 FAR_SLOWER = 3.0
 # Seconds for which a plan must seem too slow. Until then a slower network would be noticed, which is no plan's fault.
 SLOW_S = 2.5
@@ -400,10 +399,11 @@ class WorkerGroupState:
     @property
     def max_period(self) -> int:
         """Longest period that may be chosen."""
-        return 1 if self.gains.is_learning or self.last_step < STEPS_TOGETHER else self._max_period
+        is_settled = self.last_step >= STEPS_TOGETHER and not self.gains.is_learning
+        return self._max_period if is_settled and all(step.may_train_alone for step in self._recent) else 1
 
     def costly_options(self, measured: Measured, options: Sequence[Option]) -> set[Option]:
-        """Return the option in use that keeps the least if the loss has got worse, and all of `options` that keep less.
+        """Return the option in use that keeps the least if the loss has got worse, and those of `options` below it.
 
         None in rounds, whose period must be shorter from now on. Forgets the trend: the next plan begins another.
         """

@@ -54,6 +54,7 @@ class Engine:
     observed     loss and learning rate that the training reports
     agreement    its `weight_check`, which has made the hashes that `submit` gets, says how much the weights differ
     rounds       follows the period of the plan in force
+    may_train_alone  False once a step had a loss scale, or was within join(): no plan may have a period then
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Engine:
         self._last_spans: list[Span] = []
         self.trace: StepTrace | None = None
         self.rounds: Rounds | None = None
+        self.may_train_alone = True
         self._clock = StepClock(self.streams, transport.watch)
         self.plan = plan
         build_kernels([*codecs_on_device(plan, transport), *candidates, *by_layer], device)
@@ -423,9 +425,8 @@ class Engine:
                 self.trace.add_step(step.number, self._last_spans, began_s, ended_s)
             sample = sample_of_step(step, self._transport, self.telemetry, began_s, ended_s)
             drift = self.agreement.drift_at(step.number - step.num_steps)
-            self.telemetry.add_sample(
-                replace(sample, between_s=between_s, loss=loss, lr=lr, inside=self._inside, weight_drift=drift)
-            )
+            sample = replace(sample, between_s=between_s, loss=loss, lr=lr, inside=self._inside, weight_drift=drift)
+            self.telemetry.add_sample(replace(sample, may_train_alone=self.may_train_alone))
 
     def _fail(self, error: BaseException, buckets: Sequence[PendingBucket | StepStart]) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, CGXError) and self._transport.has_given_up:

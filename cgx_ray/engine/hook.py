@@ -4,9 +4,7 @@
 
 import logging
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ray.collectives.transport.transport_like import VendorCall
 from cgx_ray.engine.engine import Engine
+from cgx_ray.engine.forward_hook import ForwardHook
 from cgx_ray.engine.layers import averaged_parameters
 from cgx_ray.engine.loss_scale import LossScale, Scales
 from cgx_ray.engine.period.rounds import Rounds
@@ -88,11 +87,11 @@ class DdpBuckets:
         self._used_streams: set[Stream] = set()
         hooked = [] if model.static_graph else [p for p in model.module.parameters() if p.requires_grad]
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._submit_early) for parameter in hooked]
-        self._hooks.append(model.register_forward_hook(_ForwardHook(self._expect)))
+        self._hooks.append(model.register_forward_hook(ForwardHook(self._expect)))
         if average_weights:
             # Dynamo, which a compiled model would have look into it, cannot.
             untraced = torch.compiler.disable(self._average_weights)
-            self._hooks.append(model.register_forward_pre_hook(_ForwardHook(untraced)))
+            self._hooks.append(model.register_forward_pre_hook(ForwardHook(untraced)))
 
     def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         self._refuse_capture()
@@ -110,8 +109,12 @@ class DdpBuckets:
         # A parameter without elements is no layer, see `layers_of`.
         gradients = {name: one for name, one in zip(names, bucket.gradients(), strict=True) if one.numel() > 0}
         scales = self._loss_scale.now() if gradients else ()
+        if scales is None or len(scales) or self._allows_uneven_inputs():
+            self._engine.may_train_alone = False
         if self._rounds.is_alone:
-            self._rounds.take(gradients, scales)
+            # On the stream that runs backward, after those that have made the gradients.
+            self._end_of_bucket()
+            self._rounds.take(gradients, scales, unused or frozenset())
             if bucket.is_last():
                 self._rounds.end_step()
         if self._rounds.is_alone or not gradients:
@@ -239,23 +242,6 @@ class _Newest(NamedTuple):
     name: str
     stream: Stream | None
     scales: Scales
-
-
-class _ForwardHook:
-    """A hook on the forward passes of one model.
-
-    Copies of the model have a hook that does nothing in its place. A file with the model does not name cgx_ray.
-    """
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *given: object) -> None:
-        self._call(*given)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # It takes any arguments and returns None, so inputs and output stay as they are.
-        return getattr, (nullcontext(), "__exit__")
 
 
 def _value(done: torch.futures.Future[Tensor]) -> Tensor:

@@ -109,7 +109,7 @@ def state_of(
             _add(state, total, is_first=is_first)
             _add(state[CHANGES], total[CHANGES], is_first=is_first)
             # A round goes on only where it began. All ranks have the same rho.
-            total[ROUND] = state[ROUND] if is_own else {**NO_ROUND, "rho": state[ROUND]["rho"]}
+            total[ROUND] = state[ROUND] if is_own else {**state[ROUND], "anchor": {}, "folds": []}
         del state  # else it would stay in memory while the next one is loaded
     if len(runs) != 1 or (is_complete and sorted(ranks) != list(range(next(iter(runs))[0]))):
         raise StateError(

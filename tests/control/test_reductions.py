@@ -146,6 +146,7 @@ EXPECTED: dict[str, Callable[[Samples], Any]] = {
     "loss": _over_known("loss", np.mean),
     "lr": _over_known("lr", np.median),
     "num_steps": lambda samples: 8,
+    "may_train_alone": lambda samples: True,
     "num_local": lambda samples: 2 if all(one.num_local == 2 for one in samples) else 1,
     "inside": lambda samples: max(
         (one.inside for one in samples if one.inside), key=lambda link: link.beta_s_per_byte, default=None

@@ -6,11 +6,15 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from cgx_ray.engine.loss_scale import holds, parameters_of
+
+# Of Adam and its kin, and of SGD.
+_FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 
 
 class LocalOptimizers:
@@ -20,23 +24,32 @@ class LocalOptimizers:
     gradients times rho lead as far as the ranks' mean gradient would, for optimizers that divide by the size of the
     gradients (Adam and its kin) as for others. Decay stays the same, whether it is decoupled or a part of the gradient.
 
+    First moments are sums of gradients, so they are multiplied as gradients are: when rho changes, by the ratio.
+
     rho  see `engine.period.rho`
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], on_step: Callable[[], None]) -> None:
-        """`on_step`: called after each step of an optimizer of these parameters."""
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], on_step: Callable[[], None], *, moments_rho: float = 1.0
+    ) -> None:
+        """
+        on_step      called after each step of an optimizer of these parameters
+        moments_rho  what first moments are multiplied with already, as in `moments_rho`
+        """
         self._keys = {id(parameter) for parameter in parameters.values()}
         self._on_step = on_step
         # By optimizer under way, its groups' own settings.
         self._own: weakref.WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = weakref.WeakKeyDictionary()
         self.rho = 1.0
+        # What first moments are multiplied with, by optimizer; and those of optimizers that have not stepped yet.
+        self._first_rho = moments_rho
+        self._rho_of: weakref.WeakKeyDictionary[Optimizer, float] = weakref.WeakKeyDictionary()
         # Parameters that have stepped since the last gradients, and between the gradients before.
         self._stepped: set[int] = set()
         self._expected: set[int] = set()
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        ]
+        # Dynamo, which a compiled step would have look into them, cannot.
+        before, after = map(torch.compiler.disable, (self._before, self._after))
+        self._hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
     def close(self) -> None:
         """Stop following."""
@@ -44,6 +57,14 @@ class LocalOptimizers:
             hook.remove()
         for optimizer in list(self._own):
             self._restore(optimizer)
+        self.rho = 1.0
+        for optimizer in list(self._rho_of):
+            self._scale_moments(optimizer)
+
+    @property
+    def moments_rho(self) -> float:
+        """Return what first moments are multiplied with."""
+        return next(iter(self._rho_of.values()), self._first_rho)
 
     def note_gradients(self) -> None:
         """Note that the gradients of a step are there."""
@@ -59,12 +80,15 @@ class LocalOptimizers:
             return
         # Of a step that has raised.
         self._restore(optimizer)
+        self._scale_moments(optimizer)
+        # Wrappers share the groups of the optimizer that they call, and so call it within their own step.
+        under_way = {id(group) for other in self._own for group in other.param_groups}
         own: list[dict[str, Any]] = []
         for group in optimizer.param_groups:
-            is_own = any(id(parameter) in self._keys for parameter in group["params"])
+            is_own = id(group) not in under_way and any(id(parameter) in self._keys for parameter in group["params"])
             kept: dict[str, Any] = {n: group[n] for n in ("lr", "weight_decay") if is_own and n in group}
             own.append(kept)
-            if "lr" in kept and self.rho != 1:
+            if isinstance(kept.get("lr"), float | int | Tensor) and self.rho != 1:
                 group["lr"] = kept["lr"] / self.rho
                 if "weight_decay" in kept:
                     group["weight_decay"] = kept["weight_decay"] * self.rho
@@ -76,6 +100,19 @@ class LocalOptimizers:
         self._restore(optimizer)
         self._stepped.update(self._keys.intersection(parameters_of(optimizer)))
         self._on_step()
+
+    def _scale_moments(self, optimizer: Optimizer) -> None:
+        """Let first moments be those of gradients times `rho`."""
+        before = self._rho_of.get(optimizer, self._first_rho)
+        self._rho_of[optimizer] = self.rho
+        if before == self.rho:
+            return
+        with torch.no_grad():
+            for parameter, state in optimizer.state.items():
+                for name in _FIRST_MOMENTS:
+                    moment = state.get(name) if id(parameter) in self._keys else None
+                    if isinstance(moment, Tensor):
+                        moment.mul_(self.rho / before)
 
     def _restore(self, optimizer: Optimizer) -> None:
         for group, kept in zip(optimizer.param_groups, self._own.pop(optimizer, []), strict=False):

@@ -7,9 +7,8 @@ doubles the bytes, and half the period costs the same loss with as many (docs/lo
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ray.codecs.codec import is_finite
 from cgx_ray.engine.engine import Engine
+from cgx_ray.engine.forward_hook import ForwardHook
 from cgx_ray.engine.layers import averaged_parameters
 from cgx_ray.engine.loss_scale import Scales
 from cgx_ray.engine.period.local_optimizers import LocalOptimizers
@@ -31,7 +31,7 @@ from cgx_ray.plan import STEPS_TOGETHER
 from cgx_ray.torch_compat import allows_uneven_inputs
 
 # State of one whose gradients are exchanged, and have not told rho yet.
-NO_ROUND: Mapping[str, Any] = {"rho": None, "anchor": {}, "folds": []}
+NO_ROUND: Mapping[str, Any] = {"rho": None, "moments_rho": 1.0, "anchor": {}, "folds": []}
 
 
 class Rounds:
@@ -60,6 +60,8 @@ class Rounds:
         self._folds: list[Tensor] = []
         # Not sent by codecs before: each rank adds its own to its first gradients.
         self._residuals: dict[str, Tensor] = {}
+        # Of a checkpoint, see `LocalOptimizers`.
+        self._moments_rho = 1.0
         self._broadcasts_buffers = False
         self._forward_hook: torch.utils.hooks.RemovableHandle | None = None
         self.is_alone = False
@@ -81,8 +83,12 @@ class Rounds:
             self._enter()
         self.is_alone = True
 
-    def take(self, gradients: Mapping[str, Tensor], scales: Scales) -> None:
-        """Correct this rank's gradients for training alone. `scales`: as `LossScale.now`."""
+    def take(self, gradients: Mapping[str, Tensor], scales: Scales, unused: Collection[str] = ()) -> None:
+        """Correct this rank's gradients for training alone.
+
+        scales  as `LossScale.now`
+        unused  layers whose gradients DDP does not deliver
+        """
         assert self._fold is not None
         if scales is None or len(scales):
             raise ConfigError(
@@ -91,8 +97,9 @@ class Rounds:
             )
         for name, gradient in gradients.items():
             self._fold.add(name, gradient)
-            if name in self._residuals:
-                gradient.add_(self._residuals.pop(name).view_as(gradient))
+            if name in self._residuals and name not in unused:
+                # Those of offloaded groups lie on the host.
+                gradient.add_(self._residuals.pop(name).to(gradient.device).view_as(gradient))
             gradient.mul_(self._rho.value)
 
     def end_step(self) -> None:
@@ -119,9 +126,11 @@ class Rounds:
     def _enter(self) -> None:
         """Begin to train alone."""
         self._fold = Fold({name: layer.numel for name, layer in self._layers.items()}, self._engine.device)
-        self._anchor = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        # What averages add to 16-bit parameters may be less than their last bit.
+        self._anchor = {name: one.detach().to(_wide(one), copy=True) for name, one in self._parameters.items()}
         self._residuals = self._engine.take_residuals()
-        self._optimizers = LocalOptimizers(self._parameters, self._on_optimizer)
+        moments_rho, self._moments_rho = self._moments_rho, 1.0
+        self._optimizers = LocalOptimizers(self._parameters, self._on_optimizer, moments_rho=moments_rho)
         self._optimizers.rho = self._rho.value
         self._folds = []
         model = self._model()
@@ -130,7 +139,7 @@ class Rounds:
             self._broadcasts_buffers, model.broadcast_buffers = model.broadcast_buffers, False
             # Dynamo, which a compiled model would have look into it, cannot.
             untraced = torch.compiler.disable(self._before_forward)
-            self._forward_hook = model.register_forward_pre_hook(untraced)
+            self._forward_hook = model.register_forward_pre_hook(ForwardHook(untraced))
 
     def _leave(self) -> None:
         """Begin to exchange gradients."""
@@ -143,7 +152,7 @@ class Rounds:
             self._forward_hook = None
         if self._anchor and (model := self._model()) is not None:
             model.broadcast_buffers = self._broadcasts_buffers
-        self._fold, self._anchor, self._folds = None, {}, []
+        self._fold, self._anchor, self._folds, self._residuals = None, {}, [], {}
 
     def _on_optimizer(self) -> None:
         assert self._optimizers is not None
@@ -154,6 +163,8 @@ class Rounds:
         # Where optimizers take turns, or skip a step.
         if self._is_due and torch.is_grad_enabled():
             self._average()
+        if self._engine.plan.period == 1 and not self._folds:
+            self._leave()
 
     def _average(self) -> None:
         """Exchange what has changed since the last round, and apply the mean change.
@@ -196,10 +207,9 @@ class Rounds:
                 own.copy_(mean.view_as(own))
         self._folds = []
         self._rho.add(means)
-        if engine.plan.period == 1:
-            self._leave()
-        elif self._optimizers is not None:
-            self._optimizers.rho = self._rho.value
+        if self._optimizers is not None:
+            # Optimizers step with the mean gradient again from now on, if the plan has no period any more.
+            self._optimizers.rho = self._rho.value if engine.plan.period > 1 else 1.0
 
     def _changes(self) -> dict[str, Tensor]:
         """Return what has changed, by layer, side by side in the order of the plan, in float32 at least."""
@@ -211,16 +221,14 @@ class Rounds:
             flat_N = torch.empty(sum(numels), dtype=dtype, device=self._engine.device)
             for name, change in zip(own, flat_N.split(numels), strict=True):
                 parameter = self._parameters[name]
-                changes[name] = change.view(parameter.shape).copy_(parameter).sub_(self._anchor[name])
+                start = self._anchor[name].to(parameter.dtype)
+                changes[name] = change.view(parameter.shape).copy_(parameter).sub_(start)
         return changes
 
     def _apply(self, means: Mapping[str, Tensor]) -> None:
         """Give the parameters the mean change in place of their own."""
         for name, mean in means.items():
-            parameter, anchor = self._parameters[name], self._anchor[name]
-            common = anchor.to(mean.dtype).add_(mean) if anchor.dtype != mean.dtype else anchor.add(mean)
-            parameter.copy_(common)
-            anchor.copy_(parameter)
+            self._parameters[name].copy_(self._anchor[name].add_(mean))
 
     def _statistics(self) -> Iterator[Tensor]:
         """Return the running means and variances of norms."""
@@ -231,10 +239,12 @@ class Rounds:
 
     def state(self) -> dict[str, Any]:
         """Return the round under way and rho, for a checkpoint. At a round's end there are no tensors in it."""
-        state: dict[str, Any] = {**NO_ROUND, "rho": self._rho.state()}
-        if self._folds and self._optimizers is not None:
+        moments_rho = self._optimizers.moments_rho if self._optimizers is not None else self._moments_rho
+        state: dict[str, Any] = {**NO_ROUND, "rho": self._rho.state(), "moments_rho": moments_rho}
+        has_more_bits = any(anchor.dtype != self._parameters[name].dtype for name, anchor in self._anchor.items())
+        if self._folds or has_more_bits:
             state["anchor"] = {name: anchor.to("cpu", copy=True) for name, anchor in self._anchor.items()}
-            state["folds"] = torch.stack(self._folds).cpu()
+            state["folds"] = [fold.cpu() for fold in self._folds]
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -246,17 +256,20 @@ class Rounds:
         numels = {name: value.numel() for name, value in anchor.items()}
         if anchor and numels != {name: layer.numel for name, layer in self._layers.items()}:
             raise StateError("the state has a round of another model; start from a checkpoint of this one")
-        if not math.isfinite(state["rho"] or 0.0):
-            raise StateError(f"the state has rho {state['rho']}, which is not finite; start from another checkpoint")
+        numbers = [torch.tensor(state["rho"] or 0.0, dtype=torch.float64, device="cpu"), *anchor.values()]
+        if not all(map(is_finite, [*numbers, *state["folds"]])):
+            raise StateError("the state has a round with NaN or Inf; start from another checkpoint")
         self._leave()
         self._rho.load(state["rho"])
+        self._moments_rho = state["moments_rho"]
         if anchor:
             self._enter()
-            assert self._optimizers is not None
+            # Those of the run that this state replaces.
+            self._residuals = {}
             for name, value in anchor.items():
                 self._anchor[name].copy_(value.view_as(self._anchor[name]))
             device = self._engine.device
-            self._folds = list(state["folds"].to(device))
+            self._folds = [fold.to(device) for fold in state["folds"]]
 
 
 def _wide(parameter: Tensor) -> torch.dtype:

@@ -145,3 +145,58 @@ def test_a_step_that_raises_leaves_the_users_learning_rate() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
     followed.close()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_a_first_moment_is_that_of_gradients_times_rho_also_when_rho_changes(name: str) -> None:
+    """With constant gradients, no step is longer or shorter because rho has changed."""
+    parameter = nn.Parameter(torch.zeros(4))
+    make = {"momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9), "adam": OPTIMIZERS["adam"]}[name]
+    optimizer = make([parameter])
+    gradient_N = torch.tensor([1.0, 2.0, 0.5, 3.0])
+    moved = []
+
+    def step(rho: float) -> None:
+        before_N = parameter.detach().clone()
+        parameter.grad = gradient_N * rho
+        optimizer.step()
+        moved.append(parameter.detach() - before_N)
+
+    for _ in range(200):
+        step(1.0)
+    followed = LocalOptimizers({"a": parameter}, lambda: None)
+    for rho in (0.5, 0.5, 0.25, 0.25):
+        followed.rho = rho
+        step(rho)
+    assert followed.moments_rho == 0.25
+    followed.close()
+    step(1.0)
+    *alone, after = moved[-5:]
+    # Adam's second moment keeps the size of mean gradients, which those of one rank times rho have.
+    for index, change_N in enumerate(alone if name == "momentum" else alone[:1]):
+        torch.testing.assert_close(change_N, moved[199], rtol=5e-3, atol=0, msg=str(index))
+    if name == "momentum":
+        torch.testing.assert_close(after, moved[199], rtol=1e-3, atol=0)
+
+
+def test_a_wrapper_that_shares_groups_scales_a_rate_once() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    inner = torch.optim.SGD([parameter], lr=0.1)
+    seen = []
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            super().__init__([parameter], {"lr": 0.1})
+            self.param_groups = inner.param_groups
+
+        def step(self, closure: Any = None) -> None:
+            seen.append(self.param_groups[0]["lr"])
+            inner.step()
+
+    followed = LocalOptimizers({"a": parameter}, lambda: seen.append(inner.param_groups[0]["lr"]))
+    followed.rho = 0.5
+    parameter.grad = torch.ones(3)
+    Wrapper().step()
+    followed.close()
+    assert seen == [pytest.approx(0.2), pytest.approx(0.2), pytest.approx(0.1)]
+    torch.testing.assert_close(parameter.detach(), torch.full((3,), 0.8))

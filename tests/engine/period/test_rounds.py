@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -143,7 +144,8 @@ def _resumed(rank: int, states: list[tuple[Any, Any, Any]] | None, steps: range,
         attachment.load_state_dict(state)
     for step in steps:
         _step(model, optimizer, rank, step, torch.float32)
-    state = (model.module.state_dict(), optimizer.state_dict(), attachment.state_dict())
+    # These are the tensors that the training goes on with.
+    state = copy.deepcopy((model.module.state_dict(), optimizer.state_dict(), attachment.state_dict()))
     attachment.close()
     return state, _flat(model)
 
