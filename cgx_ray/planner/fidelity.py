@@ -33,8 +33,8 @@ class Fidelity(StrEnum):
         return 1.01 if self is Fidelity.STRICT else 1.05
 
 
-# Loss over dense's of ranks that average every so many steps, of a small transformer over 400 and 600 steps, mean of one
-# to four runs (docs/log/2026-11-26.md, entry 92). Larger models and longer trainings lose less, see docs/period.md.
+# Loss over dense's of ranks that average every so many steps, of a small transformer, mean of one to four runs of 400
+# and 600 steps (docs/log/2026-11-26.md, entry 92). Larger models and longer trainings lose less, see docs/period.md.
 PERIOD_LOSSES: Mapping[int, float] = {2: 1.009, 4: 1.012, 8: 1.026, 16: 1.037, 32: 1.044}
 
 

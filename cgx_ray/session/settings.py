@@ -54,7 +54,7 @@ class Settings:
                     dense, measure, decide, and decide again when the network changes. "static": one option for the
                     whole run. "cgx" and "flexible": as these papers decide; they do not promise to be no slower than
                     dense. Or a name that an installed package offers, see `control.policies.named_policies`
-    codec, scheme, intra, period, fidelity, candidates, min_gain, review_s, method, alpha, densities
+    codec, scheme, intra, period, fidelity, candidates, min_gain, review_s, periods, max_loss, method, alpha, densities
                     arguments of a policy that is given by its name: policy="static", codec="bf16" is Static("bf16").
                     They are not kept: `policy` is the policy that they make
     overrides       layer rules that every plan of every policy keeps: codecs, options, or tuples of codec, scheme and
@@ -94,6 +94,8 @@ class Settings:
     candidates: InitVar[Sequence[Given] | None] = None
     min_gain: InitVar[float | None] = None
     review_s: InitVar[float | None] = None
+    periods: InitVar[Sequence[int] | None] = None
+    max_loss: InitVar[float | None] = None
     method: InitVar[str | None] = None
     alpha: InitVar[float | None] = None
     densities: InitVar[Sequence[float] | None] = None

@@ -156,5 +156,6 @@ def test_policies_of_journals_are_made_again_from_the_fields_that_journals_have_
         again = read_policy({"policy": json.loads(json.dumps(policy.recorded()))})
         assert again.options == policy.options
         assert again.recorded() == policy.recorded()
-    assert start["policy"] == read_policy(start).recorded()
+    # Earlier ones have no periods.
+    assert start["policy"] | {"periods": [1], "max_loss": None} == read_policy(start).recorded()
     assert read_policy({"policy": {"kind": "static"}}) == Static()

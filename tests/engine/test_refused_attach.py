@@ -156,7 +156,10 @@ def test_attach_takes_a_policy_alone() -> None:
     static = cgx_ray.Static("bf16", "allreduce")
     for given, says in (
         ({"policy": static, "codec": "bf16"}, "codec cannot be given beside policy Static"),
-        ({"policy": static, "plan": make_plan([], version=0, world_size=1)}, "a plan and a policy, codec, scheme or"),
+        (
+            {"policy": static, "plan": make_plan([], version=0, world_size=1)},
+            "a plan and a policy, codec, scheme, intra or",
+        ),
     ):
         with pytest.raises(cgx_ray.ConfigError, match=says):
             cgx_ray.attach(nn.Linear(2, 2), **given)  # type: ignore[arg-type]

@@ -117,5 +117,8 @@ def _killed_in_a_sum(rank: int, folder: Path) -> None:
 @pytest.mark.fault("SIGKILL inside a shared-memory sum", "named, usually within a second")
 def test_a_rank_killed_inside_a_sum_in_shared_memory_is_named(tmp_path: Path) -> None:
     for rank, text in said_by_survivors(3, VICTIM, tmp_path, _killed_in_a_sum).items():
-        assert f"rank {rank}, step {STEP}, group 0: an all-reduce did not get through" in text
+        # Rank 2 may be so late that the victim's part of the sum is there.
+        assert re.search(rf"rank {rank}, step [{STEP}{STEP + 1}], group 0: an all-reduce did not get through", text), (
+            text
+        )
         assert f"rank {VICTIM} hung up" in text

@@ -369,12 +369,12 @@ def test_top_attaches_to_a_run_from_another_process_and_ends_with_it(adaptive: A
         ),
         (
             {"codec": "topk", "scheme": "allgather"},
-            "codec 'topk' is not allowed with policy 'adaptive', which takes fidelity, candidates, min_gain, review_s; "
-            "leave it out, or give policy='static'",
+            "codec 'topk' is not allowed with policy 'adaptive', which takes fidelity, candidates, min_gain, review_s, "
+            "periods, max_loss; leave it out, or give policy='static'",
         ),
         (
             {"policy": "static", "min_gain": 0.9},
-            "which takes codec, scheme, intra; leave it out, or give policy='a",
+            "which takes codec, scheme, intra, period; leave it out, or give policy='a",
         ),
         ({"policy": "flexible", "densities": (2.0,)}, "density 2.0 is not allowed; give a share in (0, 1]"),
         ({"policy": "flexible", "densities": 0.1}, "give a tuple such as"),
