@@ -1,4 +1,4 @@
-"""What steps may exchange, and what each kind of it needs: the codecs' memory and the groups of the plan in force."""
+"""Banks: the codecs' memory, and the groups of the plan in force, for each content that steps exchange."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Bank:
-    """Groups and memory of one `content`.
+    """Groups and memory of one content.
 
     pauses  between steps that exchange it
     """
@@ -32,7 +32,7 @@ class Bank:
         self, content: Content, layers: Mapping[str, Layer], transport: Transport, device: torch.device
     ) -> None:
         """`device`: where the gradients are."""
-        self.content = content
+        self._content = content
         self._layers = layers if content is Content.GRADIENTS else {n: _as_change(one) for n, one in layers.items()}
         self._transport = transport
         self._device = device
@@ -66,7 +66,7 @@ class Bank:
         self._plan, self.groups = None, []
 
     def _is_last(self, plan: Plan) -> bool:
-        return self.content is Content.CHANGES and plan.period == 1
+        return self._content is Content.CHANGES and plan.period == 1
 
     def _warn_of_float64(self, plan: Plan) -> None:
         """Once, on rank 0."""

@@ -345,7 +345,6 @@ class Engine:
             self._transport,
             self._clock,
             plan_version=self.plan.version,
-            content=bank.content,
             steps=steps,
             seed=self._seed,
             meter=meter,
@@ -404,7 +403,7 @@ class Engine:
             self._clock.restart()
             # What is reported from now on belongs to the next step, and its hooks read its number.
             loss, lr = self.observed.take()
-            if step.content is Content.GRADIENTS:
+            if self._banks.last is self._banks.gradients:
                 # The steps that have made changes were counted when their gradients came.
                 self.step += 1
             step.release()

@@ -32,7 +32,7 @@ PAUSE_FACTOR = 2.0
 
 
 class Content(StrEnum):
-    """What ranks average: gradients, or what steps without an exchange have changed in the parameters."""
+    """Numbers that ranks average: gradients, or what steps without an exchange have changed in the parameters."""
 
     GRADIENTS = "gradients"
     CHANGES = "changes"
@@ -180,19 +180,18 @@ class StepRun:
         clock: StepClock,
         *,
         plan_version: int,
-        content: Content,
         steps: range,
         seed: int,
         meter: StepMeter | None,
         has_memory: bool,
     ) -> None:
         """
-        steps       steps that have made `content`; the last one is the number of this step
+        steps       steps that have made what is averaged; the last one is the number of this step
         has_memory  True if codecs remember something. A step with NaN or Inf, which GradScaler skips, must not change
                     their memory
         """
         self.groups = groups
-        self.plan_version, self.content, self.num_steps, self.number = plan_version, content, len(steps), steps[-1]
+        self.plan_version, self.num_steps, self.number = plan_version, len(steps), steps[-1]
         self.meter = meter
         self.buckets: list[PendingBucket] = []
         self.phases = [Phases() for _ in groups]

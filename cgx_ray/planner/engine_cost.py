@@ -1,4 +1,4 @@
-"""What a group costs the engine besides its codec and its bytes: it depends on where the gradients are."""
+"""Cost of a group to the engine besides its codec and its bytes: it depends on where the gradients are."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class _HostMark(Mark):
 
 
 class _HostStreams(Streams):
-    """Of a device that is done with each call when it returns, so that its clock is the host's."""
+    """Streams of a device that is done with each call when it returns, so that its clock is the host's."""
 
     def mark(self, stream: object = None) -> Mark:
         return _HostMark()

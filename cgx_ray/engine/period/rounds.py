@@ -95,12 +95,13 @@ class Rounds:
                 "a GradScaler scales the losses of a rank that trains alone, and it would skip steps that other ranks "
                 f"take; train in bfloat16, or give period 1 (the plan has {self._engine.plan.period})"
             )
+        rho = self._rho.value
         for name, gradient in gradients.items():
             self._fold.add(name, gradient)
             if name in self._residuals and name not in unused:
                 # Those of offloaded groups lie on the host.
                 gradient.add_(self._residuals.pop(name).to(gradient.device).view_as(gradient))
-            gradient.mul_(self._rho.value)
+            gradient.mul_(rho)
 
     def end_step(self) -> None:
         """End a step in which ranks train alone, at its last gradients."""

@@ -1,4 +1,4 @@
-"""What a training may do while its ranks train alone, and what is refused."""
+"""Uses of a model that are allowed while its ranks train alone, and what is refused."""
 
 from __future__ import annotations
 
