@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import struct
+import threading
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
 
@@ -15,13 +16,47 @@ from torch import Tensor
 
 from cgx_ray.collectives import Transport
 from cgx_ray.engine.weight_check import NO_HASH, WeightCheck
-from cgx_ray.errors import ReplicaError, WireError, listed
+from cgx_ray.errors import PlanError, ReplicaError, WireError, listed
+from cgx_ray.plan import Plan
 
 _LARGEST = torch.iinfo(torch.int64).max
 # Growth of the difference between two warnings of it.
 WARN_AGAIN = 10.0
 
 logger = logging.getLogger(__name__)
+
+
+class HeldPlans:
+    """Plans that this rank holds and that are not in force yet, by version. For any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._plans: dict[int, Plan] = {}
+
+    def add(self, plan: Plan, in_force: Plan) -> None:
+        """Hold a plan. Raises PlanError if it is not newer than all others."""
+        with self._lock:
+            newest = max(held.last_version for held in (in_force, *self._plans.values()))
+            if plan.version <= newest:
+                raise PlanError(f"plan {plan.version} is not newer than plan {newest}; give it a higher version")
+            self._plans[plan.version] = plan
+
+    def take(self, version: int) -> Plan:
+        """Return a plan that is held, and forget it and those before it."""
+        with self._lock:
+            plan = self._plans[version]
+            self._plans = {newer: held for newer, held in self._plans.items() if newer > version}
+        return plan
+
+    def at(self, step: int, in_force: Plan) -> tuple[frozenset[int], int | None]:
+        """Return the versions held when `step` begins, and the one that all ranks are known to hold, if any is."""
+        with self._lock:
+            sure: int | None = None
+            if in_force.lease is not None and step > in_force.lease.last_step:
+                # All ranks are at the same step and plan, so all hold the fallback from this step on.
+                sure = in_force.lease.fallback.version
+                self._plans[sure] = in_force.lease.fallback
+            return frozenset(self._plans), sure
 
 
 class Agreement:

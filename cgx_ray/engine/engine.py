@@ -17,7 +17,7 @@ from cgx_ray.codecs import build_kernels
 from cgx_ray.codecs.codec import HOST
 from cgx_ray.collectives import Transport
 from cgx_ray.collectives.transport.transport_like import VendorCall
-from cgx_ray.engine.agreement import Agreement
+from cgx_ray.engine.agreement import Agreement, HeldPlans
 from cgx_ray.engine.bank import Banks
 from cgx_ray.engine.gains.gain_meter import StepMeter
 from cgx_ray.engine.gains.gain_schedule import GainSchedule
@@ -54,7 +54,7 @@ class Engine:
     observed     loss and learning rate that the training reports
     agreement    its `weight_check`, which has made the hashes that `submit` gets, says how much the weights differ
     rounds       follows the period of the plan in force
-    may_train_alone  False once a step had a loss scale, or was within join(): no plan may have a period then
+    may_train_alone  False once a step was within join(): no plan may have a period then
     """
 
     def __init__(
@@ -90,8 +90,7 @@ class Engine:
         self._gains = GainSchedule(candidates, layers, by_layer, device)
         self.agreement = Agreement(transport)
         self._banks = Banks(self._layers, transport, device, judged_together)
-        self._lock = threading.Lock()
-        self._held: dict[int, Plan] = {}
+        self._held = HeldPlans()
         self.telemetry = Telemetry(transport.rank)
         self.observed = ObservedTraining()
         self._failure: CGXError | None = None
@@ -139,15 +138,25 @@ class Engine:
     def count_step(self) -> None:
         """Count a step whose gradients are not exchanged. Call it at its last gradient.
 
-        Raises the error that stopped the engine, or what has made another rank disconnect.
+        Raises the error that stopped the engine, or what has made another rank disconnect, on all ranks.
         """
-        if self._failure is not None or self._transport.has_given_up:
-            raise self._failure or self._transport.explained(RuntimeError("ranks have disconnected"))
+        if self._failure is None and self._transport.has_lost_ranks:
+            self._fail(self._transport.explained(RuntimeError("ranks have disconnected")), [])
+        if self._failure is not None:
+            raise self._failure
         self.step += 1
 
-    def watched(self, work: dist.Work) -> VendorCall:
-        """Return what `PendingBucket.summed` is for `work`."""
-        return self._transport.watched("DDP's all-reduce", work)
+    def watched(self, work: dist.Work, what: str = "DDP's all-reduce") -> VendorCall:
+        """Return what `PendingBucket.summed` and `finish` are for, of `work`."""
+        return self._transport.watched(what, work)
+
+    def finish(self, call: VendorCall) -> None:
+        """Let the training thread, or its stream on a device, go on after `call`. Raises CGXError if a rank is gone."""
+        try:
+            self._transport.finish(call)
+        except CGXError as error:
+            self._fail(error, [])
+            raise
 
     def hold(self, plan: Plan) -> None:
         """Offer a plan. It takes effect at the same step on all ranks, once all of them hold it.
@@ -160,16 +169,17 @@ class Engine:
             build_kernels(codecs_on_device(plan, self._transport), self.device)
         except (ConfigError, OSError, RuntimeError) as error:
             raise PlanError(f"the kernels of plan {plan.version} cannot be built: {error}") from error
-        with self._lock:
-            newest = max(held.last_version for held in (self.plan, *self._held.values()))
-            if plan.version <= newest:
-                raise PlanError(f"plan {plan.version} is not newer than plan {newest}; give it a higher version")
-            self._held[plan.version] = plan
+        self._held.add(plan, self.plan)
 
     @property
     def layers(self) -> list[Layer]:
         """The model's layers in registration order."""
         return list(self._layers.values())
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the ranks are on."""
+        return len(set(self._transport.nodes))
 
     @property
     def last_step(self) -> StepSample | None:
@@ -327,10 +337,7 @@ class Engine:
         self._banks.settle()
         version, affordable_from = self.agreement.settle() or (self.plan.version, 0)
         if version > self.plan.version:
-            with self._lock:
-                plan = self._held[version]
-                self._held = {newer: held for newer, held in self._held.items() if newer > version}
-            self.plan = plan
+            self.plan = self._held.take(version)
         bank, steps = self._banks.gradients, range(self.step, self.step + 1)
         if isinstance(first, PendingBucket) and first.content is Content.CHANGES:
             bank, steps = self._banks.changes, first.steps
@@ -374,14 +381,7 @@ class Engine:
 
     def _post_agreement(self, number: int, weights: int) -> None:
         """Tell the other ranks what this one has at the start of step `number`."""
-        with self._lock:
-            lease = self.plan.lease
-            sure: int | None = None
-            if lease is not None and number > lease.last_step:
-                # All ranks are at the same step and plan, so all hold the fallback from this step on.
-                sure = lease.fallback.version
-                self._held[sure] = lease.fallback
-            versions = frozenset(self._held)
+        versions, sure = self._held.at(number, self.plan)
         self.agreement.post(
             step=number,
             in_force=self.plan.version,

@@ -16,6 +16,7 @@ from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.forward_hook import ForwardHook
 from cgx_ray.engine.layers import averaged_parameters
 from cgx_ray.engine.loss_scale import LossScale, Scales
+from cgx_ray.engine.period.local_gradients import LocalBucket
 from cgx_ray.engine.period.rounds import Rounds
 from cgx_ray.engine.step import EarlyGradient, PendingBucket
 from cgx_ray.engine.unused import UsedLayers
@@ -50,12 +51,14 @@ class DdpBuckets:
         weight_check_steps: int = 0,
         average_weights: bool = False,
         hands_over: bool = False,
+        node_group: dist.ProcessGroup | None = None,
     ) -> None:
         """
         loss_scale          by default finds the GradScaler that scales the losses
         weight_check_steps  steps between two comparisons of the ranks' weights, 0 for none
         average_weights     make them the same again if they differ by rounding
         hands_over          let DDP's own all-reduce average the steps of a plan that is dense as a whole
+        node_group          the ranks of this node, for rounds whose plan sums inside nodes; None: there are no such
         """
         self._engine = engine
         self._streams = engine.streams
@@ -64,7 +67,7 @@ class DdpBuckets:
         self._loss_scale = loss_scale or LossScale(averaged_parameters(model))
         self._weights = WeightCheck(averaged_parameters(model), weight_check_steps)
         engine.agreement.weight_check = self._weights
-        self._rounds = Rounds(model, engine, self._weights)
+        self._rounds = Rounds(model, engine, self._weights, node_group)
         self._averaged_step = -1
         self._hands_over, self._process_group = hands_over, model.process_group
         # Of the step under way, once it is known.
@@ -109,15 +112,16 @@ class DdpBuckets:
         # A parameter without elements is no layer, see `layers_of`.
         gradients = {name: one for name, one in zip(names, bucket.gradients(), strict=True) if one.numel() > 0}
         scales = self._loss_scale.now() if gradients else ()
-        if scales is None or len(scales) or self._allows_uneven_inputs():
+        if self._allows_uneven_inputs():
             self._engine.may_train_alone = False
         if self._rounds.is_alone:
             # On the stream that runs backward, after those that have made the gradients.
             self._end_of_bucket()
-            self._rounds.take(gradients, scales, unused or frozenset())
+            self._rounds.take(LocalBucket(buffer, gradients, future, scales, unused or frozenset()))
             if bucket.is_last():
                 self._rounds.end_step()
-        if self._rounds.is_alone or not gradients:
+            return future
+        if not gradients:
             future.set_result(buffer)
             return future
         # A rank without inputs gets buckets of zeros inside `join`, which lie elsewhere.

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple, get_args
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import DENSE, MAX_PERIOD, NONE, CodecSpec, GroupPlan, Layer, Option, Plan
+from cgx_ray.plan import DEFAULT_GROUP_BYTES, DENSE, MAX_PERIOD, NONE, CodecSpec, GroupPlan, Intra, Layer, Option, Plan
 from cgx_ray.planner.bits import QSGD, LayerErrors
 from cgx_ray.planner.candidates import CodecCost, codec_cost_of, efficiency, host_name
 from cgx_ray.planner.cost import Link, Network
@@ -127,12 +127,25 @@ class Measured:
                 found[bits] = counted | {name: scale * error for name, error in errors.items()}
         return found
 
-    def of_round(self, period: int) -> Measured:
+    @property
+    def inside_sum_s(self) -> float:
+        """Seconds of a step in which nodes sum all gradients, DDP bucket by bucket, beside backward where they can."""
+        link, num_local = self.network.inside, self.network.ranks_per_node
+        if link is None or num_local == 1:
+            return 0.0
+        num_bytes = sum(layer.dense_bytes for layer in self.layers)
+        num_buckets = max(1, math.ceil(num_bytes / DEFAULT_GROUP_BYTES))
+        alone_s = 2 * (num_buckets * link.alpha_s + (num_local - 1) / num_local * num_bytes * link.beta_s_per_byte)
+        return max(alone_s / num_buckets, alone_s - math.fsum(self.backward_s[1:]))
+
+    def of_round(self, period: int, inside_s: float = 0.0) -> Measured:
         """Return the measurements as if a round of `period` steps were one step: all its compute, then all gradients.
 
         Changes of parameters are known when the optimizer has stepped, so nothing hides their exchange.
+
+        inside_s  seconds of each step for sums inside nodes
         """
-        backward_s = (period * self.compute_s, *[0.0] * (len(self.layers) - 1))
+        backward_s = (period * (self.compute_s + inside_s), *[0.0] * (len(self.layers) - 1))
         return replace(self, backward_s=backward_s, after_s=0.0)
 
     def slowed(self, factor: float) -> Measured:
@@ -287,7 +300,10 @@ def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
     With a period, all groups begin together when the steps of a round have been computed, see `Measured.of_round`.
     """
     if (period := period_of(groups)) > 1:
-        return _mean_step(predict(measured.of_round(period), [one._replace(period=1) for one in groups]), period)
+        # Then nodes average their gradients in each step, see `engine.period`.
+        has_inside = any(group.option.intra is not Intra.FLAT for group in groups)
+        whole = measured.of_round(period, measured.inside_sum_s if has_inside else 0.0)
+        return _mean_step(predict(whole, [one._replace(period=1) for one in groups]), period)
     under = {option: _Under.of(option, measured) for option in {group.option for group in groups}}
     waits_s: list[float] = []
     works: list[_GroupWork] = []

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import cgx_ray
 from cgx_ray.collectives.transport import tcp
 from cgx_ray.engine.step import StepRun, _UnderWay
-from cgx_ray.plan import CodecSpec, GroupPlan, Intra, Option, Plan, Scheme
+from cgx_ray.plan import STEPS_TOGETHER, CodecSpec, GroupPlan, Intra, Option, Plan, Scheme
 from cgx_ray.runtime_ext.shm import LocalGroup
 
 VICTIM = 1
@@ -121,4 +121,21 @@ def test_a_rank_killed_inside_a_sum_in_shared_memory_is_named(tmp_path: Path) ->
         assert re.search(rf"rank {rank}, step [{STEP}{STEP + 1}], group 0: an all-reduce did not get through", text), (
             text
         )
+        assert f"rank {VICTIM} hung up" in text
+
+
+def _killed_in_a_round(rank: int, folder: Path) -> None:
+    model = DistributedDataParallel(Branches())
+    cgx_ray.attach(model, codec="none", scheme="sra", period=1000)
+    train(model, rank, range(STEPS_TOGETHER + 1))
+    if rank == VICTIM:
+        die(folder)
+    for step in range(STEPS_TOGETHER + 1, STEPS_TOGETHER + 900):
+        train(model, rank, range(step, step + 1))
+        time.sleep(0.02)
+
+
+@pytest.mark.fault("SIGKILL within a round of 1,000 steps", "named in the next step of a rank beside it, then on all")
+def test_a_rank_killed_within_a_round_is_missed_long_before_its_end(tmp_path: Path) -> None:
+    for text in said_by_survivors(4, VICTIM, tmp_path, _killed_in_a_round).values():
         assert f"rank {VICTIM} hung up" in text

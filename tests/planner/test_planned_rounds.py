@@ -13,7 +13,18 @@ from support.groupings import all_plans
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.policy import PlannerInput, Situation
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import DENSE, NONE, CodecSpec, Layer, Option, Plan, Scheme, make_plan
+from cgx_ray.plan import (
+    DEFAULT_GROUP_BYTES,
+    DENSE,
+    NONE,
+    CodecSpec,
+    Intra,
+    Layer,
+    Option,
+    Plan,
+    Scheme,
+    make_plan,
+)
 from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.fidelity import PERIOD_LOSSES, Fidelity, loss_of, period_loss, periods_of
@@ -59,6 +70,32 @@ def test_a_step_of_a_round_takes_its_compute_and_its_share_of_the_exchange(perio
     assert round_.efficiency == pytest.approx(step.efficiency / PERIOD_LOSSES[period])
     assert round_.plan(version=3, world_size=4).period == period
     assert round_.describe().endswith(f", every {period} steps")
+
+
+@pytest.mark.parametrize("backward_s", [0.02, 0.0001], ids=["hidden", "not hidden"])
+def test_rounds_between_nodes_take_a_sum_inside_in_each_step(backward_s: float) -> None:
+    inside = Link.from_rates(bandwidth_gbps=10, latency_ms=0.1)
+    between = Link.from_rates(bandwidth_gbps=0.1, latency_ms=0.5)
+    network = Network(num_nodes=4, ranks_per_node=2, between=between, inside=inside)
+    measured = _measured(0.1, network=network, backward_s=(backward_s,) * len(LAYERS))
+    options = {intra: replace(QSGD, intra=intra) for intra in (Intra.FLAT, Intra.DENSE)}
+    steps = {}
+    for intra, option in options.items():
+        plan = make_plan(
+            LAYERS, version=0, world_size=8, codec=option.codec, scheme=option.scheme, intra=intra.value, period=1024
+        )
+        steps[intra] = predict(measured, groups_of(plan, LAYERS))
+    # 11 MB: one bucket. Half of the bytes go each way between two ranks.
+    num_bytes = sum(layer.dense_bytes for layer in LAYERS)
+    whole_s = 2 * 0.1e-3 + num_bytes * 8 / 10e9
+    assert steps[Intra.DENSE].compute_s - steps[Intra.FLAT].compute_s == pytest.approx(whole_s)
+    small = replace(measured, network=replace(network, ranks_per_node=1, inside=None))
+    assert small.inside_sum_s == 0
+    # With many buckets, backward hides all but the last.
+    wide = replace(measured, layers=tuple(replace(layer, numel=64 * layer.numel) for layer in LAYERS))
+    num_buckets = math.ceil(64 * num_bytes / DEFAULT_GROUP_BYTES)
+    alone_s = 2 * num_buckets * 0.1e-3 + 64 * num_bytes * 8 / 10e9
+    assert wide.inside_sum_s == pytest.approx(max(alone_s / num_buckets, alone_s - 5 * backward_s))
 
 
 def test_the_best_round_equals_brute_force_over_all_groupings_and_options() -> None:

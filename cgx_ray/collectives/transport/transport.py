@@ -358,6 +358,11 @@ class Transport:
         """Number of ranks on this node, with this one."""
         return self.nodes.count(self.nodes[self.rank])
 
+    @property
+    def has_lost_ranks(self) -> bool:
+        """True once a rank has failed, is silent, or has hung up without a goodbye, as far as this one knows."""
+        return self.has_given_up or (self._lifeline is not None and self._lifeline.lost is not None)
+
     def take_card_bytes(self) -> int:
         """Return the bytes that this rank has sent to other nodes since the last call, in messages and collectives.
 

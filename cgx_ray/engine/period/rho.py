@@ -61,16 +61,22 @@ class Fold:
 class Rho:
     """The estimate, the same on all ranks."""
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+    def __init__(self, num_replicas: int) -> None:
+        """`num_replicas`: ranks, or nodes whose ranks average their gradients in each step."""
+        self._num_replicas = num_replicas
         # |mean gradient|^2 over the mean of |gradient|^2. Before any is known, that of noise: soon it is nearly that.
-        self._square = 1 / world_size
+        self._square = 1 / num_replicas
         self._is_known = False
+
+    def begin(self, num_replicas: int) -> None:
+        """Go on, or begin anew if there are other replicas."""
+        if num_replicas != self._num_replicas:
+            self._num_replicas, self._square, self._is_known = num_replicas, 1 / num_replicas, False
 
     @property
     def value(self) -> float:
         """Return rho: at least what gradients would have that are noise alone, at most 1."""
-        return math.sqrt(min(max(self._square, 1 / self._world_size), 1.0))
+        return math.sqrt(min(max(self._square, 1 / self._num_replicas), 1.0))
 
     @staticmethod
     def message(folds_SK: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ doubles the bytes, and half the period costs the same loss with as many (docs/lo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,13 +21,13 @@ from cgx_ray.codecs.codec import is_finite
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.forward_hook import ForwardHook
 from cgx_ray.engine.layers import averaged_parameters
-from cgx_ray.engine.loss_scale import Scales
+from cgx_ray.engine.period.local_gradients import LocalBucket, LocalGradients
 from cgx_ray.engine.period.local_optimizers import LocalOptimizers
-from cgx_ray.engine.period.rho import Fold, Rho
+from cgx_ray.engine.period.rho import Rho
 from cgx_ray.engine.step import Content, PendingBucket
 from cgx_ray.engine.weight_check import WeightCheck
 from cgx_ray.errors import CGXError, ConfigError, StateError
-from cgx_ray.plan import STEPS_TOGETHER
+from cgx_ray.plan import STEPS_TOGETHER, Intra
 from cgx_ray.torch_compat import allows_uneven_inputs
 
 # State of one whose gradients are exchanged, and have not told rho yet.
@@ -40,8 +40,17 @@ class Rounds:
     is_alone  True in a step whose gradients stay on their rank
     """
 
-    def __init__(self, model: DistributedDataParallel, engine: Engine, weights: WeightCheck) -> None:
-        """`weights`: compares those that all ranks have in common."""
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        engine: Engine,
+        weights: WeightCheck,
+        node_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """
+        weights     compares those that all ranks have in common
+        node_group  the ranks of this node, if they may be a replica
+        """
         # DDP's C++ part holds this object, out of the garbage collector's sight.
         self._model = weakref.ref(model)
         self._engine = engine
@@ -50,16 +59,15 @@ class Rounds:
         named = averaged_parameters(model)
         self._parameters = {name: named[name] for name in self._layers}
         self._world_size = engine.plan.world_size
-        self._rho = Rho(self._world_size)
+        self._process_group, self._node_group = model.process_group, node_group
+        self._rho = Rho(self._num_replicas)
         # While ranks train alone.
-        self._fold: Fold | None = None
+        self._gradients: LocalGradients | None = None
         self._optimizers: LocalOptimizers | None = None
         # Parameters after the last round, the same on all ranks; empty while gradients are exchanged.
         self._anchor: dict[str, Tensor] = {}
         # Folds of the steps that have no round yet.
         self._folds: list[Tensor] = []
-        # Not sent by codecs before: each rank adds its own to its first gradients.
-        self._residuals: dict[str, Tensor] = {}
         # Of a checkpoint, see `LocalOptimizers`.
         self._moments_rho = 1.0
         self._broadcasts_buffers = False
@@ -79,35 +87,22 @@ class Rounds:
                 f"the plan has period {period}, and ranks inside join() may have fewer steps than others; give period "
                 "1, or all ranks as many batches (drop_last)"
             )
-        if not self._anchor:
+        if self._gradients is not None and not self._folds and self._gradients.inside is not self._inside:
+            self._leave()
+        if self._gradients is None:
             self._enter()
         self.is_alone = True
 
-    def take(self, gradients: Mapping[str, Tensor], scales: Scales, unused: Collection[str] = ()) -> None:
-        """Correct this rank's gradients for training alone.
-
-        scales  as `LossScale.now`
-        unused  layers whose gradients DDP does not deliver
-        """
-        assert self._fold is not None
-        if scales is None or len(scales):
-            raise ConfigError(
-                "a GradScaler scales the losses of a rank that trains alone, and it would skip steps that other ranks "
-                f"take; train in bfloat16, or give period 1 (the plan has {self._engine.plan.period})"
-            )
-        rho = self._rho.value
-        for name, gradient in gradients.items():
-            self._fold.add(name, gradient)
-            if name in self._residuals and name not in unused:
-                # Those of offloaded groups lie on the host.
-                gradient.add_(self._residuals.pop(name).to(gradient.device).view_as(gradient))
-            gradient.mul_(rho)
+    def take(self, bucket: LocalBucket) -> None:
+        """Take a bucket of a step in which ranks train alone. It goes back at `end_step`."""
+        assert self._gradients is not None
+        self._gradients.take(bucket)
 
     def end_step(self) -> None:
-        """End a step in which ranks train alone, at its last gradients."""
-        assert self._fold is not None
+        """End a step in which ranks train alone, at its last bucket."""
+        assert self._gradients is not None
         assert self._optimizers is not None
-        self._folds.append(self._fold.take())
+        self._folds.append(self._gradients.finish(self._rho.value))
         self._optimizers.note_gradients()
         self._engine.count_step()
 
@@ -121,15 +116,26 @@ class Rounds:
         self._leave()
 
     @property
+    def _inside(self) -> dist.ProcessGroup | None:
+        """The ranks whose gradients are averaged in each step, if the plan in force has sums inside nodes."""
+        has_inside = any(group.option.intra is not Intra.FLAT for group in self._engine.plan.groups)
+        return self._node_group if has_inside else None
+
+    @property
+    def _num_replicas(self) -> int:
+        return self._world_size if self._inside is None else self._engine.num_nodes
+
+    @property
     def _is_due(self) -> bool:
         return len(self._folds) >= self._engine.plan.period
 
     def _enter(self) -> None:
         """Begin to train alone."""
-        self._fold = Fold({name: layer.numel for name, layer in self._layers.items()}, self._engine.device)
+        residuals = self._engine.take_residuals()
+        self._gradients = LocalGradients(self._engine, self._process_group, self._inside, residuals)
+        self._rho.begin(self._num_replicas)
         # What averages add to 16-bit parameters may be less than their last bit.
         self._anchor = {name: one.detach().to(_wide(one), copy=True) for name, one in self._parameters.items()}
-        self._residuals = self._engine.take_residuals()
         moments_rho, self._moments_rho = self._moments_rho, 1.0
         self._optimizers = LocalOptimizers(self._parameters, self._on_optimizer, moments_rho=moments_rho)
         self._optimizers.rho = self._rho.value
@@ -153,7 +159,7 @@ class Rounds:
             self._forward_hook = None
         if self._anchor and (model := self._model()) is not None:
             model.broadcast_buffers = self._broadcasts_buffers
-        self._fold, self._anchor, self._folds, self._residuals = None, {}, [], {}
+        self._gradients, self._anchor, self._folds = None, {}, []
 
     def _on_optimizer(self) -> None:
         assert self._optimizers is not None
@@ -265,8 +271,9 @@ class Rounds:
         self._moments_rho = state["moments_rho"]
         if anchor:
             self._enter()
+            assert self._gradients is not None
             # Those of the run that this state replaces.
-            self._residuals = {}
+            self._gradients.forget_residuals()
             for name, value in anchor.items():
                 self._anchor[name].copy_(value.view_as(self._anchor[name]))
             device = self._engine.device

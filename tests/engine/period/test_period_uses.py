@@ -203,6 +203,41 @@ def test_nan_on_one_rank_is_named_on_all_and_spreads_to_none() -> None:
     assert (is_first_sound, is_second_sound) == (True, False)
 
 
+def _scaled(rank: int, skips: dict[int, int], scale: float | None) -> tuple[list[float], list[float]]:
+    """Train with a GradScaler, or with none; return the parameters and the scales.
+
+    skips  by step, the rank whose gradients overflow in it. All skip such a step without a scaler
+    """
+    training = _Training(rank, period=PERIOD, bucket_cap_mb=0.002)
+    optimizer = torch.optim.SGD(training.model.parameters(), lr=0.05, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, growth_interval=7, enabled=scale is not None)
+    scales = []
+    for number in range(STEPS_TOGETHER + 2 * PERIOD):
+        optimizer.zero_grad()
+        loss = training.model(batch(rank, number)).square().mean()
+        if scale is not None and skips.get(number) == rank:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        if scale is not None or number not in skips:
+            scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    training.attachment.end_round()
+    training.attachment.close()
+    return training.flat(), scales
+
+
+def test_with_a_grad_scaler_all_ranks_skip_a_step_that_one_must_skip() -> None:
+    skips = {STEPS_TOGETHER + 1: 0, STEPS_TOGETHER + 6: 1}
+    (first, scales), (second, others) = run_ranks(2, _scaled, skips, 2.0**12)
+    (expected, _), _ = run_ranks(2, _scaled, skips, None)
+    assert first == second
+    assert scales == others
+    assert scales[STEPS_TOGETHER + 1] == scales[STEPS_TOGETHER] / 2
+    # Another rho, which overflows say nothing about, and SGD, whose steps rho does not change.
+    torch.testing.assert_close(torch.tensor(first), torch.tensor(expected), rtol=1e-4, atol=1e-6)
+
+
 def _refused(rank: int, what: str) -> str:
     if what in ("0", "2000", "2.5", "True"):
         with pytest.raises(ConfigError) as refused:
@@ -210,7 +245,6 @@ def _refused(rank: int, what: str) -> str:
         return str(refused.value)
     training = _Training(rank)
     optimizer = torch.optim.SGD(training.model.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     message = ""
     for number in range(STEPS_TOGETHER + 1):
         optimizer.zero_grad()
@@ -218,11 +252,6 @@ def _refused(rank: int, what: str) -> str:
             if what == "join" and number == STEPS_TOGETHER:
                 with training.model.join():
                     training.backward(number)
-            elif what == "scaler":
-                loss = training.model(batch(rank, number)).square().mean()
-                scaler.scale(loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
             else:
                 training.backward(number)
                 optimizer.step()
@@ -240,7 +269,6 @@ def _refused(rank: int, what: str) -> str:
         ("2000", "period 2000 is not allowed"),
         ("2.5", "period 2.5 is not allowed"),
         ("True", "period True is not allowed"),
-        ("scaler", "train in bfloat16, or give period 1 (the plan has 4)"),
         ("join", "give period 1, or all ranks as many batches"),
     ],
 )

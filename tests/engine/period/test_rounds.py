@@ -163,14 +163,18 @@ def test_a_checkpoint_within_a_round_goes_on_bit_for_bit(stop: int) -> None:
     assert (whole[0][1] == whole[1][1]) == ((end - STEPS_TOGETHER) % 4 == 0)
 
 
-def _switched(rank: int) -> tuple[list[list[float]], list[int], int]:
-    """Hold plans of several periods. Return parameters and plan versions by step, and how many residuals are left."""
+def _switched(rank: int, scale: float | None) -> tuple[list[list[float]], list[int], int]:
+    """Hold plans of several periods. Return parameters and plan versions by step, and how many residuals are left.
+
+    scale  first one of a GradScaler that doubles it in every 10th step; None: without
+    """
     model = DistributedDataParallel(nn.Linear(2000, 1, bias=False))
     with torch.no_grad():
         model.module.weight.zero_()
     layers = cgx_ray.layers_of(model)
     attachment = cgx_ray.attach(model, codec="topk:density=0.1", scheme="allgather")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, growth_interval=10, enabled=scale is not None)
     x_1N = torch.randn(1, 2000, generator=torch.Generator().manual_seed(rank))
     plans = {45: ("topk:density=0.1", 4), 70: ("none", 1), 80: ("topk:density=0.05", 8), 110: ("none", 1)}
     parameters, versions = [], []
@@ -180,8 +184,9 @@ def _switched(rank: int) -> tuple[list[list[float]], list[int], int]:
             version = 1 + list(plans).index(step)
             attachment.hold(cgx_ray.make_plan(layers, version=version, world_size=2, codec=codec, period=period))
         optimizer.zero_grad()
-        model(x_1N).sum().backward()
-        optimizer.step()
+        scaler.scale(model(x_1N).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
         parameters.append(_flat(model))
         assert attachment.plan is not None
         versions.append(attachment.plan.version)
@@ -190,8 +195,9 @@ def _switched(rank: int) -> tuple[list[list[float]], list[int], int]:
     return parameters, versions, len(state["residuals"]) + len(state["changes"]["residuals"])
 
 
-def test_nothing_is_lost_when_the_period_changes() -> None:
-    (first, versions, num_left), (second, others, _) = run_ranks(2, _switched)
+@pytest.mark.parametrize("scale", [None, 4.0])
+def test_nothing_is_lost_when_the_period_changes(scale: float | None) -> None:
+    (first, versions, num_left), (second, others, _) = run_ranks(2, _switched, scale)
     assert versions == others
     assert sorted(set(versions)) == [0, 1, 2, 3, 4]
     assert first[-1] == second[-1]

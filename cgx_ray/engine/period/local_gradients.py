@@ -1,0 +1,132 @@
+"""Gradients of steps in which replicas train alone, from DDP's buckets.
+
+A replica is a rank, or all ranks of a node, where gradients are averaged inside nodes in each step.
+
+L layers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cgx_ray.codecs.codec import HOST, nan_if_not_finite
+from cgx_ray.collectives.transport.transport_like import VendorCall
+from cgx_ray.engine.engine import Engine
+from cgx_ray.engine.loss_scale import Scales, one_scale
+from cgx_ray.engine.period.rho import Fold
+
+
+class LocalBucket(NamedTuple):
+    """One of DDP's buckets; `future` gets `buffer` when all gradients of the step are right.
+
+    gradients  by layer, in `buffer`
+    scales     loss scales, as `LossScale.now`
+    unused     layers that have no gradient on this rank, and whose average DDP does not deliver
+    """
+
+    buffer: Tensor
+    gradients: Mapping[str, Tensor]
+    future: torch.futures.Future[Tensor]
+    scales: Scales
+    unused: frozenset[str]
+
+
+class LocalGradients:
+    """Averages gradients inside the replica, tells rho of them, and multiplies them by it.
+
+    All on the thread and the stream of backward. Sums inside nodes begin with their bucket; the rest is done at the
+    last one.
+
+    Where a loss is scaled, all ranks get NaN in the layers in which one of them has NaN or Inf, as an average would. So
+    a GradScaler skips the step of an optimizer on all ranks or on none. It takes one sum of L numbers over all ranks.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        process_group: dist.ProcessGroup,
+        inside: dist.ProcessGroup | None,
+        residuals: dict[str, Tensor],
+    ) -> None:
+        """
+        process_group  DDP's own
+        inside         the ranks of this node, if these make up a replica
+        residuals      not sent by codecs before, by layer: each rank adds its own to its first gradients
+        """
+        self._engine = engine
+        self._process_group = process_group
+        self.inside = inside
+        self._residuals = residuals
+        numels = {layer.name: layer.numel for layer in engine.layers}
+        self._places = {name: place for place, name in enumerate(numels)}
+        self._fold = Fold(numels, engine.device)
+        self._buckets: list[LocalBucket] = []
+        self._sums: list[VendorCall] = []
+
+    def forget_residuals(self) -> None:
+        """Add none any more."""
+        self._residuals = {}
+
+    def take(self, bucket: LocalBucket) -> None:
+        """Take a bucket of the step under way.
+
+        Raises CGXError if residuals have to be added and the loss scale is not known.
+        """
+        waiting = [name for name in bucket.gradients if name in self._residuals and name not in bucket.unused]
+        if waiting:
+            scale = one_scale(self._known(bucket.scales), where=f"step {self._engine.step}: ")
+            for name in waiting:
+                # Those of offloaded groups lie on the host.
+                gradient, residual = bucket.gradients[name], self._residuals.pop(name)
+                gradient.add_(residual.to(gradient.device).view_as(gradient), alpha=scale)
+        self._buckets.append(bucket)
+        if self.inside is not None:
+            bucket.buffer.div_(dist.get_world_size(self.inside))
+            self._sums.append(self._begin("a sum inside the node", bucket.buffer, self.inside, dist.ReduceOp.SUM))
+
+    def finish(self, rho: float) -> Tensor:
+        """Finish the step at its last bucket. Return the fold of its gradients, see `Fold.take`."""
+        for call in self._sums:
+            self._engine.finish(call)
+        gradients = {name: one for bucket in self._buckets for name, one in bucket.gradients.items()}
+        for name, gradient in gradients.items():
+            self._fold.add(name, gradient)
+            gradient.mul_(rho)
+        if any(bucket.scales is None or len(bucket.scales) for bucket in self._buckets):
+            self._spread_overflow(gradients)
+        for bucket in self._buckets:
+            bucket.future.set_result(bucket.buffer)
+        self._buckets, self._sums = [], []
+        return self._fold.take()
+
+    def _spread_overflow(self, gradients: Mapping[str, Tensor]) -> None:
+        """Give all ranks NaN in the layers in which one of them has NaN or Inf."""
+        is_broken_L = torch.zeros(len(self._places), dtype=torch.float32, device=self._engine.device)
+        for name, gradient in gradients.items():
+            is_broken_L[self._places[name]] = nan_if_not_finite(gradient)
+        is_broken_L = is_broken_L.isnan().float()
+        self._engine.finish(
+            self._begin("the overflow of a loss scale", is_broken_L, self._process_group, dist.ReduceOp.MAX)
+        )
+        if self._engine.device == HOST and not is_broken_L.any():
+            return
+        for name, gradient in gradients.items():
+            gradient.masked_fill_(is_broken_L[self._places[name]] > 0, torch.nan)
+
+    def _begin(
+        self, what: str, values: Tensor, group: dist.ProcessGroup, operation: dist.ReduceOp.RedOpType
+    ) -> VendorCall:
+        work = dist.all_reduce(values, op=operation, group=group, async_op=True)
+        assert work is not None
+        return self._engine.watched(work, what)
+
+    def _known(self, scales: Scales) -> Scales:
+        """Return `scales`, which the device has written by then."""
+        if scales:
+            self._engine.streams.mark().wait()
+        return scales
