@@ -3,8 +3,8 @@
     pip install lightning scikit-learn
     python examples/lightning_digits.py --workers 2
 
-Lightning wraps the module in DDP itself, just before training starts. A callback of four lines then attaches the
-wrapped module. The module and the training function need no change.
+Lightning wraps the module in DDP itself, just before training starts. A callback then attaches the wrapped module. The
+module and the training function need no change.
 """
 
 from __future__ import annotations
@@ -23,16 +23,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import cgx_ray
+from cgx_ray.integrations.lightning import CGXCallback
 
 TRAIN_IMAGES = 1400
 Batch = tuple[Tensor, Tensor]
-
-
-class CompressedGradients(pl.Callback):
-    """cgx_ray: attaches the DistributedDataParallel model that Lightning has made from the module."""
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        cgx_ray.attach(trainer.strategy.model)
 
 
 class Digits(pl.LightningModule):
@@ -67,7 +61,7 @@ def train_fn(config: dict[str, Any]) -> None:
         devices="auto",
         strategy=RayDDPStrategy(),
         plugins=[RayLightningEnvironment()],
-        callbacks=[CompressedGradients(), RayTrainReportCallback()],  # cgx_ray: CompressedGradients
+        callbacks=[CGXCallback(), RayTrainReportCallback()],  # cgx_ray: CGXCallback
         enable_progress_bar=False,
         enable_checkpointing=False,
         logger=False,

@@ -76,7 +76,6 @@ def make_engine(
     is_used = settings.decides or any(group.option.intra is not Intra.FLAT for group in plan.groups)
     if is_used and transport.enqueues_sums and len(set(transport.nodes)) < transport.world_size:
         _sum_on_device_inside(transport, device, world.gather, groups)
-    may_have_rounds = settings.decides or plan.period > 1
     engine = _start_engine(layers, plan, transport, settings, device, loss_scale)
     try:
         buckets = DdpBuckets(
@@ -87,7 +86,7 @@ def make_engine(
             average_weights=settings.average_weights,
             # DDP's sums would not be those of a simulated link.
             hands_over=device.type == "cuda" and cuda_group is None and settings.simulated_link is None,
-            node_group=_node_group(transport, groups) if is_used and may_have_rounds else None,
+            node_group=_node_group(transport, groups) if is_used and (settings.decides or plan.period > 1) else None,
         )
         return engine, _hook_up(model, buckets, world.gather)
     except BaseException:

@@ -106,6 +106,11 @@ def test_every_example_is_submitted_here() -> None:
         ("python examples/existing_script.py --epochs 5", r"epoch 5: accuracy [89]\d\.\d%\n"),
         ("python examples/existing_script_cgx.py --epochs 5", r"epoch 5: accuracy [89]\d\.\d%\n"),
         ("python examples/lightning_digits.py --epochs 3", r"epoch 3: accuracy [89]\d\.\d%\n"),
+        (
+            f"{TORCHRUN} examples/transformers_bytes.py --steps 20 --output ${{PWD}}/transformers",
+            r"step 20: loss \d\.\d+\n",
+        ),
+        (f"{TORCHRUN} examples/accelerate_digits.py --epochs 4", r"accuracy [789]\d\.\d%\n"),
         (f"{TORCHRUN} examples/torchrun_gpt_bytes.py --steps 5 --batch-size 1", r"step 5: loss \d\.\d+\n"),
         (f"{TORCHRUN} examples/torchrun_fsdp2.py --steps 5 --batch-size 1", rf"step 5: loss \d\.\d+, sent {SENT}\n"),
         (f"{TORCHRUN} examples/backend_cgx.py --steps 2 --batch-size 1", r"cgx: loss \d\.\d+ after [\d.]+ s\n"),

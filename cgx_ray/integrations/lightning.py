@@ -1,0 +1,73 @@
+"""cgx_ray in Lightning: `Trainer(..., callbacks=[CGXCallback()])`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from cgx_ray.session.attach import attach
+from cgx_ray.session.attachment import Attachment
+
+_KEY = "cgx_ray"
+
+
+class CGXCallback(Callback):
+    """Attaches the DistributedDataParallel that Lightning makes, just before training starts.
+
+    The loss and the learning rate of the first optimizer are reported with `Attachment.observe`. Checkpoints hold what
+    codecs have kept on each rank. Before validation and at the end of an epoch all ranks have the same parameters, also
+    if a period is more than 1.
+
+    attachment  None before training and after it
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """`options`: arguments of `cgx_ray.attach`, such as `codec="qsgd:bits=4"`."""
+        self.attachment: Attachment | None = None
+        self._options = options
+        self._states: list[dict[str, Any]] | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        model = trainer.strategy.model
+        assert model is not None
+        self.attachment = attach(model, **self._options)
+        if self._states is not None:
+            self.attachment.load_state_dict(self._states)
+            self._states = None
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self.attachment is not None:
+            lr = trainer.optimizers[0].param_groups[0]["lr"]
+            self.attachment.observe(loss=loss.detach() * trainer.accumulate_grad_batches, lr=lr)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end_round()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end_round()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add the states of all ranks to the checkpoint. Lightning calls it on all of them, and rank 0 writes."""
+        if self.attachment is None or not dist.is_initialized():
+            return
+        states: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(self.attachment.state_dict(), states)
+        if states is not None:
+            checkpoint[_KEY] = states
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep the states until training starts. A checkpoint from a run without cgx_ray has none."""
+        self._states = checkpoint.get(_KEY)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.attachment is not None:
+            self.attachment.close()
+            self.attachment = None
+
+    def _end_round(self) -> None:
+        # Lightning also validates before training starts.
+        if self.attachment is not None:
+            self.attachment.end_round()

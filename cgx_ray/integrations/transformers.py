@@ -1,0 +1,75 @@
+"""cgx_ray in Hugging Face's Trainer: `trainer.add_callback(CGXCallback(trainer))`."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from cgx_ray.integrations.rank_files import load_rank_files, save_rank_file
+from cgx_ray.session.attach import attach
+from cgx_ray.session.attachment import Attachment
+
+
+class CGXCallback(TrainerCallback):
+    """Attaches the DistributedDataParallel that the Trainer makes, when training begins.
+
+    The loss and the learning rate are reported with `Attachment.observe` whenever the Trainer logs them. Checkpoints
+    get a file per rank with what codecs have kept, `cgx_ray_<rank>.pt`. Before evaluations and checkpoints, and at the
+    end, all ranks have the same parameters, also if a period is more than 1.
+
+    attachment  None before the first training
+    """
+
+    def __init__(self, trainer: Trainer, **options: Any) -> None:
+        """`options`: arguments of `cgx_ray.attach`, such as `codec="qsgd:bits=4"`."""
+        self.attachment: Attachment | None = None
+        # It holds its callbacks.
+        self._trainer = weakref.proxy(trainer)
+        self._options = options
+        self._attached: weakref.ref[Any] | None = None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        model = self._trainer.model_wrapped
+        if self._attached is None or self._attached() is not model:
+            self.attachment, self._attached = attach(model, **self._options), weakref.ref(model)
+        assert self.attachment is not None
+        if state.global_step:
+            load_rank_files(self.attachment, _checkpoint(args, state))
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        if self.attachment is not None and logs and "loss" in logs:
+            self.attachment.observe(loss=float(logs["loss"]), lr=float(logs["learning_rate"]))
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._end_round_before(control)
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._end_round_before(control)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.attachment is not None:
+            save_rank_file(self.attachment, _checkpoint(args, state))
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        # The Trainer may train the same wrapped model again, so it stays attached.
+        if self.attachment is not None:
+            self.attachment.end_round()
+
+    def _end_round_before(self, control: TrainerControl) -> None:
+        if self.attachment is not None and (control.should_evaluate or control.should_save):
+            self.attachment.end_round()
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"

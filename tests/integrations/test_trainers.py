@@ -1,0 +1,185 @@
+"""Trainers of others: each goes on from its checkpoint bit for bit, with what codecs have kept on each rank."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_cases
+from torch import Tensor, nn
+
+from cgx_ray.session.attachment import Attachment
+
+OPTIONS = {"codec": "topk:density=0.1", "scheme": "allgather"}
+
+
+def _as_launched(rank: int) -> None:
+    """Set what torchrun sets."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+
+
+def _flat(model: nn.Module) -> Tensor:
+    return torch.cat([one.detach().flatten() for one in model.parameters()])
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+
+
+class _Numbers(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x_I = torch.randn(24, generator=torch.Generator().manual_seed(index))
+        return {"x": x_I, "labels": x_I[:3].sum().view(1)}
+
+
+def _with_transformers(rank: int, folder: Path) -> tuple[Tensor, Tensor, int]:
+    """Train 6 steps; then again from the checkpoint after 3. Return both results, and how many residuals were saved."""
+    from transformers import Trainer, TrainingArguments
+
+    from cgx_ray.integrations.transformers import CGXCallback
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = _model()
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": (self.layers(x) - labels).square().mean()}
+
+    def train(checkpoint: str | None) -> Tensor:
+        arguments = TrainingArguments(
+            output_dir=str(folder),
+            max_steps=6,
+            save_steps=3,
+            logging_steps=1,
+            per_device_train_batch_size=4,
+            learning_rate=0.01,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+        )
+        trainer = Trainer(model=Loss(), args=arguments, train_dataset=_Numbers())
+        callback = CGXCallback(trainer, **OPTIONS)
+        trainer.add_callback(callback)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert callback.attachment is not None
+        assert callback.attachment.plan is not None
+        assert "topk" in callback.attachment.plan.describe()
+        callback.attachment.close()
+        return _flat(trainer.model)
+
+    _as_launched(rank)
+    whole, resumed = train(None), train(str(folder / "checkpoint-3"))
+    state = torch.load(folder / "checkpoint-3" / f"cgx_ray_{rank}.pt", weights_only=True)
+    return whole, resumed, len(state["residuals"])
+
+
+def _with_accelerate(rank: int, folder: Path) -> tuple[Tensor, Tensor, int]:
+    from accelerate import Accelerator
+
+    from cgx_ray.integrations.accelerate import attach
+
+    _as_launched(rank)
+    accelerator = Accelerator(cpu=True)
+    module = _model()
+    model, optimizer = accelerator.prepare(module, torch.optim.Adam(module.parameters(), lr=0.01))
+    attachment = attach(accelerator, model, **OPTIONS)
+
+    def train(steps: range) -> Tensor:
+        for step in steps:
+            one = _Numbers()[2 * step + rank]
+            accelerator.backward((model(one["x"][None]) - one["labels"]).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return _flat(model)
+
+    train(range(3))
+    accelerator.save_state(str(folder))
+    whole = train(range(3, 6))
+    accelerator.load_state(str(folder))
+    resumed = train(range(3, 6))
+    attachment.close()
+    return whole, resumed, len(torch.load(folder / f"cgx_ray_{rank}.pt", weights_only=True)["residuals"])
+
+
+def _with_lightning(rank: int, folder: Path) -> tuple[Tensor, Tensor, int]:
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from cgx_ray.integrations.lightning import CGXCallback
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = _model()
+
+        def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+            return (self.layers(batch["x"]) - batch["labels"]).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    def train(checkpoint: str | None) -> Tensor:
+        trainer = pl.Trainer(
+            max_epochs=2,
+            accelerator="cpu",
+            devices=2,
+            strategy="ddp",
+            callbacks=[CGXCallback(**OPTIONS), ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            logger=False,
+        )
+        module = Module()
+        trainer.fit(module, torch.utils.data.DataLoader(_Numbers(), batch_size=16), ckpt_path=checkpoint)
+        return _flat(module)
+
+    _as_launched(rank)
+    whole, resumed = train(None), train(str(folder / "epoch=0.ckpt"))
+    states = torch.load(folder / "epoch=0.ckpt", weights_only=True)["cgx_ray"]
+    return whole, resumed, len(states[rank]["residuals"])
+
+
+def test_trainings_go_on_from_their_checkpoints_bit_for_bit(tmp_path: Path) -> None:
+    # In the same two processes: to import the trainers takes ten times as long as to train.
+    trainings = [_with_transformers, _with_accelerate, _with_lightning]
+    cases = [partial(train, folder=tmp_path / train.__name__) for train in trainings]
+    for train, results in zip(trainings, run_cases(2, cases), strict=True):
+        assert not isinstance(results[0], Exception), results[0]
+        (whole, resumed, num_residuals), (other, *_) = results
+        assert torch.equal(whole, other), train
+        assert torch.equal(whole, resumed), train
+        assert not torch.equal(whole, _flat(_model())), train
+        assert num_residuals == 2, train
+
+
+def test_files_of_other_ranks_are_averaged(tmp_path: Path) -> None:
+    from cgx_ray.integrations.rank_files import load_rank_files
+
+    class Loaded:
+        states: Any = None
+
+        def load_state_dict(self, states: Any) -> None:
+            self.states = list(states) if not isinstance(states, dict) else states
+
+    for rank in range(2):
+        torch.save({"world_size": 2, "rank": rank}, tmp_path / f"cgx_ray_{rank}.pt")
+    loaded = Loaded()
+    # This process is the only one of its run.
+    load_rank_files(loaded, tmp_path)  # type: ignore[arg-type]
+    assert [one["rank"] for one in loaded.states] == [0, 1]
+
+
+def test_a_checkpoint_without_them_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from cgx_ray.integrations.rank_files import load_rank_files
+
+    load_rank_files(Attachment(None), tmp_path)
+    assert "has no file cgx_ray_0.pt" in caplog.text
