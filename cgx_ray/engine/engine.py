@@ -54,6 +54,7 @@ class Engine:
     observed     loss and learning rate that the training reports
     agreement    its `weight_check`, which has made the hashes that `submit` gets, says how much the weights differ
     rounds       follows the period of the plan in force
+    sums         for the training thread
     may_train_alone  False once a step was within join(): no plan may have a period then
     """
 
@@ -100,6 +101,7 @@ class Engine:
         self._last_spans: list[Span] = []
         self.trace: StepTrace | None = None
         self.rounds: Rounds | None = None
+        self.sums = transport.training_sums
         self.may_train_alone = True
         self._clock = StepClock(self.streams, transport.watch)
         self.plan = plan
@@ -140,23 +142,26 @@ class Engine:
 
         Raises the error that stopped the engine, or what has made another rank disconnect, on all ranks.
         """
-        if self._failure is None and self._transport.has_lost_ranks:
-            self._fail(self._transport.explained(RuntimeError("ranks have disconnected")), [])
+        self._transport.step = self.step
+        with self.failing_together():
+            if self._failure is None and self._transport.has_lost_ranks:
+                raise self._transport.explained(RuntimeError("ranks have disconnected"))
         if self._failure is not None:
             raise self._failure
         self.step += 1
 
-    def watched(self, work: dist.Work, what: str = "DDP's all-reduce") -> VendorCall:
-        """Return what `PendingBucket.summed` and `finish` are for, of `work`."""
-        return self._transport.watched(what, work)
-
-    def finish(self, call: VendorCall) -> None:
-        """Let the training thread, or its stream on a device, go on after `call`. Raises CGXError if a rank is gone."""
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Let a CGXError of the block, in the training thread, stop the engines of all ranks."""
         try:
-            self._transport.finish(call)
+            yield
         except CGXError as error:
             self._fail(error, [])
             raise
+
+    def watched(self, work: dist.Work) -> VendorCall:
+        """Return what `PendingBucket.summed` is for `work`."""
+        return self._transport.watched("DDP's all-reduce", work)
 
     def hold(self, plan: Plan) -> None:
         """Offer a plan. It takes effect at the same step on all ranks, once all of them hold it.
@@ -175,11 +180,6 @@ class Engine:
     def layers(self) -> list[Layer]:
         """The model's layers in registration order."""
         return list(self._layers.values())
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes that the ranks are on."""
-        return len(set(self._transport.nodes))
 
     @property
     def last_step(self) -> StepSample | None:

@@ -51,14 +51,12 @@ class DdpBuckets:
         weight_check_steps: int = 0,
         average_weights: bool = False,
         hands_over: bool = False,
-        node_group: dist.ProcessGroup | None = None,
     ) -> None:
         """
         loss_scale          by default finds the GradScaler that scales the losses
         weight_check_steps  steps between two comparisons of the ranks' weights, 0 for none
         average_weights     make them the same again if they differ by rounding
         hands_over          let DDP's own all-reduce average the steps of a plan that is dense as a whole
-        node_group          the ranks of this node, for rounds whose plan sums inside nodes; None: there are no such
         """
         self._engine = engine
         self._streams = engine.streams
@@ -67,7 +65,7 @@ class DdpBuckets:
         self._loss_scale = loss_scale or LossScale(averaged_parameters(model))
         self._weights = WeightCheck(averaged_parameters(model), weight_check_steps)
         engine.agreement.weight_check = self._weights
-        self._rounds = Rounds(model, engine, self._weights, node_group)
+        self._rounds = Rounds(model, engine, self._weights)
         self._averaged_step = -1
         self._hands_over, self._process_group = hands_over, model.process_group
         # Of the step under way, once it is known.
@@ -117,6 +115,9 @@ class DdpBuckets:
         if self._rounds.is_alone:
             # On the stream that runs backward, after those that have made the gradients.
             self._end_of_bucket()
+            if not bucket.is_last() and (stream := self._streams.current()) is not None:
+                # Of the last bucket, on which all are corrected.
+                self._used_streams.add(stream)
             self._rounds.take(LocalBucket(buffer, gradients, future, scales, unused or frozenset()))
             if bucket.is_last():
                 self._rounds.end_step()

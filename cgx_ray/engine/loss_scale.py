@@ -223,7 +223,7 @@ class LossScale:
     def now(self) -> Scales:
         """Return the scales of the backward pass under way; empty if no loss is scaled, None if it cannot be known."""
         if isinstance(self._scaler, GradScaler):
-            return (copy_of_scale(self._scaler),)
+            return (copy_of_scale(self._scaler),) if self._scaler.is_enabled() else ()
         if self._scaler is not None:
             return (torch.tensor(float(self._scaler.get_scale()), dtype=torch.float64, device="cpu"),)
         scales = WATCH.scales

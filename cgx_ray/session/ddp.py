@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -86,7 +85,6 @@ def make_engine(
             average_weights=settings.average_weights,
             # DDP's sums would not be those of a simulated link.
             hands_over=device.type == "cuda" and cuda_group is None and settings.simulated_link is None,
-            node_group=_node_group(transport, groups) if is_used and (settings.decides or plan.period > 1) else None,
         )
         return engine, _hook_up(model, buckets, world.gather)
     except BaseException:
@@ -106,27 +104,7 @@ def _sum_on_device_inside(
     if group is not None:
         groups.append(group)
         transport.inside = VendorGroup(group, streams_of(device))
-
-
-def _node_group(transport: Transport, groups: list[dist.ProcessGroup]) -> dist.ProcessGroup | None:
-    """Return a group of the ranks of this node, which sums gradients inside it; None if nodes have one rank each.
-
-    `groups` gets it if it is new.
-    """
-    if len(set(transport.nodes)) == transport.world_size:
-        return None
-    if transport.inside is not None:
-        return transport.inside.group
-    found: dist.ProcessGroup | None = None
-    # All ranks make all groups, in one order.
-    for node in sorted(set(transport.nodes)):
-        ranks = [rank for rank, other in enumerate(transport.nodes) if other == node]
-        group = dist.new_group(ranks, timedelta(seconds=transport.timeout_s), backend="gloo")
-        if transport.rank in ranks:
-            found = group
-    assert found is not None
-    groups.append(found)
-    return found
+        transport.training_sums.use_node_group(group)
 
 
 def _start_engine(

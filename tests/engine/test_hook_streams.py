@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,11 +14,13 @@ from support.ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import cgx_ray
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
+from cgx_ray.engine.period.local_gradients import LocalGradients
 from cgx_ray.engine.step import EarlyGradient, PendingBucket
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import Layer, Plan
+from cgx_ray.plan import STEPS_TOGETHER, Layer, Plan
 from cgx_ray.runtime_ext.streams import Mark, Streams
 
 Stream = Any
@@ -62,6 +65,9 @@ class Submitted:
         self.agreement = SimpleNamespace(weight_check=None)
         self.early: list[EarlyGradient] = []
         self.buckets: list[PendingBucket] = []
+        # For steps in which ranks train alone.
+        self.device, self.sums = torch.device("cpu"), SimpleNamespace(num_nodes=1)
+        self.take_residuals, self.count_step, self.failing_together = dict, lambda: None, nullcontext
 
     def submit(self, arrived: EarlyGradient | PendingBucket) -> None:
         if isinstance(arrived, PendingBucket):
@@ -71,8 +77,8 @@ class Submitted:
             self.early.append(arrived)
 
 
-def _hooked(submitted: Submitted) -> DistributedDataParallel:
-    model = DistributedDataParallel(Branches())
+def _hooked(submitted: Submitted, **ddp: Any) -> DistributedDataParallel:
+    model = DistributedDataParallel(Branches(), **ddp)
 
     def on_stream_of(name: str, parameter: nn.Parameter) -> None:
         def begin(_: Tensor) -> None:
@@ -106,6 +112,39 @@ def test_a_gradient_is_read_after_its_own_layers_stream_has_copied_it() -> None:
         assert streams == {name}
     for layers, streams in buckets:
         assert streams >= layers, "a bucket is read after the streams of all its layers"
+
+
+def _streams_before_the_end(rank: int) -> tuple[set[str], set[Stream]]:
+    """Return the layers of a step without exchange, and the streams that its end comes after, with many buckets."""
+    submitted = Submitted()
+    layers = cgx_ray.layers_of(DistributedDataParallel(Branches()))
+    submitted.layers, submitted.step = layers, STEPS_TOGETHER
+    submitted.plan = cgx_ray.make_plan(layers, version=0, world_size=1, codec="none", scheme="sra", period=100)
+    model = _hooked(submitted, bucket_cap_mb=0.02)
+    after: dict[Stream, set[Stream]] = {}
+    ends: list[set[Stream]] = []
+
+    def join(streams: Iterable[Stream]) -> None:
+        known = after.setdefault(submitted.streams.now, {submitted.streams.now})
+        known.update(*(after.get(stream, {stream}) for stream in streams))
+
+    submitted.streams.join = join  # type: ignore[method-assign]
+    finish = LocalGradients.finish
+
+    def noting(gradients: LocalGradients, rho: float) -> Tensor:
+        ends.append(after[submitted.streams.now])
+        return finish(gradients, rho)
+
+    LocalGradients.finish = noting  # type: ignore[method-assign]
+    for step in range(3):
+        after.clear()
+        model(batch(rank, step)).sum().backward()
+    return {layer.name for layer in layers}, ends[-1]
+
+
+def test_a_step_without_exchange_ends_after_the_streams_of_all_its_layers() -> None:
+    ((layers, streams),) = run_ranks(1, _streams_before_the_end)
+    assert streams >= layers
 
 
 def _capture(rank: int) -> None:

@@ -16,6 +16,7 @@ from cgx_ray.collectives.transport.gloo_sockets import GlooSockets
 from cgx_ray.collectives.transport.greeting import Greetings, partners
 from cgx_ray.collectives.transport.lifeline import WORDS_S, Lifeline
 from cgx_ray.collectives.transport.simulated_link import LinkDelay, SimulatedLink
+from cgx_ray.collectives.transport.training_sums import TrainingSums
 from cgx_ray.collectives.transport.transport_like import Handle, Held, VendorCall, ring_bytes
 from cgx_ray.collectives.transport.vendor_group import VendorGroup
 from cgx_ray.errors import CGXError, PeerTimeoutError, TransportError
@@ -45,6 +46,7 @@ class Transport:
     nodes              by rank, the index of its node; ranks of one node share memory
     local              collectives among the ranks of this node; None if it has one rank, or with a simulated link
     inside             the same in the memory of a device, on all ranks or on none; None if the host makes them
+    training_sums      for another thread
     step, group_index  the exchange that runs, for error messages; its messages go on a channel of the group's number
     timeout_s          seconds after which a peer that does not answer counts as gone
     sums_on_device     True if the vendor sums tensors of a device without a copy on the host
@@ -90,6 +92,9 @@ class Transport:
         self.nodes = mesh.nodes if mesh is not None and shares else list(range(self.world_size))
         self.local = mesh.local if mesh is not None and shares else None
         self.inside: VendorGroup | None = None
+        self.training_sums = TrainingSums(
+            self.nodes, (group, self._cuda_group), timeout_s, lambda: self.has_lost_ranks, self._broken
+        )
         self.step = 0
         self.group_index = 0
         self._greetings = Greetings(mesh, self.rank, self.world_size, _GREETING_CHANNEL) if mesh is not None else None

@@ -29,7 +29,7 @@ class VendorGroup:
         """
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self.group = group
+        self._group = group
         self._streams = streams
 
     def reduce_scatter(self, values_N: Tensor, bounds: Sequence[tuple[int, int]]) -> Iterator[Mark]:
@@ -70,7 +70,7 @@ class VendorGroup:
 
     def abort(self) -> None:
         """Let what is under way end without a result. For any thread."""
-        self.group.abort()
+        self._group.abort()
 
     def _rows(
         self, values_N: Tensor, bounds: Sequence[tuple[int, int]]
@@ -93,8 +93,8 @@ class VendorGroup:
 
     def _sum_rows(self, rows_LC: Tensor) -> None:
         """Replace this rank's row by its sum over ranks."""
-        collective(dist, "reduce_scatter_single")(rows_LC[self.rank], rows_LC.view(-1), group=self.group)
+        collective(dist, "reduce_scatter_single")(rows_LC[self.rank], rows_LC.view(-1), group=self._group)
 
     def _gather_rows(self, rows_LC: Tensor) -> None:
         """Replace the others' rows by theirs."""
-        collective(dist, "all_gather_single")(rows_LC.view(-1), rows_LC[self.rank], group=self.group)
+        collective(dist, "all_gather_single")(rows_LC.view(-1), rows_LC[self.rank], group=self._group)

@@ -7,7 +7,7 @@ L layers
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cgx_ray.codecs.codec import HOST, nan_if_not_finite
-from cgx_ray.collectives.transport.transport_like import VendorCall
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.loss_scale import Scales, one_scale
 from cgx_ray.engine.period.rho import Fold
@@ -39,34 +38,33 @@ class LocalBucket(NamedTuple):
 class LocalGradients:
     """Averages gradients inside the replica, tells rho of them, and multiplies them by it.
 
-    All on the thread and the stream of backward. Sums inside nodes begin with their bucket; the rest is done at the
-    last one.
+    All on the thread that runs backward. Sums inside nodes begin with their bucket; the rest is done at the last one,
+    on the stream of that.
 
     Where a loss is scaled, all ranks get NaN in the layers in which one of them has NaN or Inf, as an average would. So
     a GradScaler skips the step of an optimizer on all ranks or on none. It takes one sum of L numbers over all ranks.
+
+    is_inside  True if the ranks of a node make up a replica
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        process_group: dist.ProcessGroup,
-        inside: dist.ProcessGroup | None,
-        residuals: dict[str, Tensor],
-    ) -> None:
-        """
-        process_group  DDP's own
-        inside         the ranks of this node, if these make up a replica
-        residuals      not sent by codecs before, by layer: each rank adds its own to its first gradients
-        """
+    def __init__(self, engine: Engine, residuals: dict[str, Tensor], *, is_inside: bool) -> None:
+        """`residuals`: not sent by codecs before, by layer. Each rank adds its own to its first gradients."""
         self._engine = engine
-        self._process_group = process_group
-        self.inside = inside
+        self._node_group = engine.sums.node_group() if is_inside else None
+        self.is_inside = self._node_group is not None
         self._residuals = residuals
+        # Those added in this step, which is skipped if a gradient overflows.
+        self._added: dict[str, Tensor] = {}
         numels = {layer.name: layer.numel for layer in engine.layers}
         self._places = {name: place for place, name in enumerate(numels)}
         self._fold = Fold(numels, engine.device)
         self._buckets: list[LocalBucket] = []
-        self._sums: list[VendorCall] = []
+        self._sums: list[Callable[[], None]] = []
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that train alone."""
+        return self._engine.sums.num_nodes if self.is_inside else self._engine.plan.world_size
 
     def forget_residuals(self) -> None:
         """Add none any more."""
@@ -79,54 +77,49 @@ class LocalGradients:
         """
         waiting = [name for name in bucket.gradients if name in self._residuals and name not in bucket.unused]
         if waiting:
-            scale = one_scale(self._known(bucket.scales), where=f"step {self._engine.step}: ")
+            if bucket.scales:
+                # The device has written them then.
+                self._engine.streams.mark().wait()
+            scale = one_scale(bucket.scales, where=f"step {self._engine.step}: ")
             for name in waiting:
                 # Those of offloaded groups lie on the host.
                 gradient, residual = bucket.gradients[name], self._residuals.pop(name)
                 gradient.add_(residual.to(gradient.device).view_as(gradient), alpha=scale)
+                self._added[name] = residual
         self._buckets.append(bucket)
-        if self.inside is not None:
-            bucket.buffer.div_(dist.get_world_size(self.inside))
-            self._sums.append(self._begin("a sum inside the node", bucket.buffer, self.inside, dist.ReduceOp.SUM))
+        if self._node_group is not None:
+            bucket.buffer.div_(dist.get_world_size(self._node_group))
+            self._sums.append(self._engine.sums.begin("a sum inside the node", bucket.buffer, self._node_group))
 
     def finish(self, rho: float) -> Tensor:
-        """Finish the step at its last bucket. Return the fold of its gradients, see `Fold.take`."""
-        for call in self._sums:
-            self._engine.finish(call)
-        gradients = {name: one for bucket in self._buckets for name, one in bucket.gradients.items()}
-        for name, gradient in gradients.items():
-            self._fold.add(name, gradient)
-            gradient.mul_(rho)
-        if any(bucket.scales is None or len(bucket.scales) for bucket in self._buckets):
-            self._spread_overflow(gradients)
+        """Finish the step at its last bucket. Return the fold of its gradients, see `Fold.take`.
+
+        Raises TransportError if a rank is gone.
+        """
+        with self._engine.failing_together():
+            for end in self._sums:
+                end()
+            gradients = {name: one for bucket in self._buckets for name, one in bucket.gradients.items()}
+            for name, gradient in gradients.items():
+                self._fold.add(name, gradient)
+                gradient.mul_(rho)
+            if any(bucket.scales is None or len(bucket.scales) for bucket in self._buckets):
+                self._spread_overflow(gradients)
         for bucket in self._buckets:
             bucket.future.set_result(bucket.buffer)
-        self._buckets, self._sums = [], []
+        self._buckets, self._sums, self._added = [], [], {}
         return self._fold.take()
 
     def _spread_overflow(self, gradients: Mapping[str, Tensor]) -> None:
         """Give all ranks NaN in the layers in which one of them has NaN or Inf."""
-        is_broken_L = torch.zeros(len(self._places), dtype=torch.float32, device=self._engine.device)
+        num_broken_L = torch.zeros(len(self._places), dtype=torch.float32, device=self._engine.device)
         for name, gradient in gradients.items():
-            is_broken_L[self._places[name]] = nan_if_not_finite(gradient)
-        is_broken_L = is_broken_L.isnan().float()
-        self._engine.finish(
-            self._begin("the overflow of a loss scale", is_broken_L, self._process_group, dist.ReduceOp.MAX)
-        )
-        if self._engine.device == HOST and not is_broken_L.any():
+            num_broken_L[self._places[name]] = nan_if_not_finite(gradient)
+        num_broken_L = num_broken_L.isnan().float()
+        self._engine.sums.begin("the overflow of a loss scale", num_broken_L)()
+        # Only a device that nobody waits for is not asked.
+        if (self._engine.device == HOST or self._added) and not num_broken_L.any():
             return
         for name, gradient in gradients.items():
-            gradient.masked_fill_(is_broken_L[self._places[name]] > 0, torch.nan)
-
-    def _begin(
-        self, what: str, values: Tensor, group: dist.ProcessGroup, operation: dist.ReduceOp.RedOpType
-    ) -> VendorCall:
-        work = dist.all_reduce(values, op=operation, group=group, async_op=True)
-        assert work is not None
-        return self._engine.watched(work, what)
-
-    def _known(self, scales: Scales) -> Scales:
-        """Return `scales`, which the device has written by then."""
-        if scales:
-            self._engine.streams.mark().wait()
-        return scales
+            gradient.masked_fill_(num_broken_L[self._places[name]] > 0, torch.nan)
+        self._residuals |= self._added

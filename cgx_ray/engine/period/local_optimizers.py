@@ -51,12 +51,14 @@ class LocalOptimizers:
         before, after = map(torch.compiler.disable, (self._before, self._after))
         self._hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
-    def close(self) -> None:
-        """Stop following."""
+    def close(self, *, keeps_moments: bool = False) -> None:
+        """Stop following. First moments are as without rho then, unless `keeps_moments`."""
         for hook in self._hooks:
             hook.remove()
         for optimizer in list(self._own):
             self._restore(optimizer)
+        if keeps_moments:
+            return
         self.rho = 1.0
         for optimizer in list(self._rho_of):
             self._scale_moments(optimizer)
@@ -65,6 +67,11 @@ class LocalOptimizers:
     def moments_rho(self) -> float:
         """Return what first moments are multiplied with."""
         return next(iter(self._rho_of.values()), self._first_rho)
+
+    @property
+    def have_any_stepped(self) -> bool:
+        """True if an optimizer has stepped, and so had its moments scaled."""
+        return bool(self._rho_of)
 
     def note_gradients(self) -> None:
         """Note that the gradients of a step are there."""

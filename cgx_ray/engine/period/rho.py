@@ -59,24 +59,26 @@ class Fold:
 
 
 class Rho:
-    """The estimate, the same on all ranks."""
+    """The estimate, the same on all ranks.
+
+    num_replicas  ranks, or nodes whose ranks average their gradients in each step
+    """
 
     def __init__(self, num_replicas: int) -> None:
-        """`num_replicas`: ranks, or nodes whose ranks average their gradients in each step."""
-        self._num_replicas = num_replicas
+        self.num_replicas = num_replicas
         # |mean gradient|^2 over the mean of |gradient|^2. Before any is known, that of noise: soon it is nearly that.
         self._square = 1 / num_replicas
         self._is_known = False
 
     def begin(self, num_replicas: int) -> None:
         """Go on, or begin anew if there are other replicas."""
-        if num_replicas != self._num_replicas:
-            self._num_replicas, self._square, self._is_known = num_replicas, 1 / num_replicas, False
+        if num_replicas != self.num_replicas:
+            self.num_replicas, self._square, self._is_known = num_replicas, 1 / num_replicas, False
 
     @property
     def value(self) -> float:
         """Return rho: at least what gradients would have that are noise alone, at most 1."""
-        return math.sqrt(min(max(self._square, 1 / self._num_replicas), 1.0))
+        return math.sqrt(min(max(self._square, 1 / self.num_replicas), 1.0))
 
     @staticmethod
     def message(folds_SK: Tensor) -> Tensor:
@@ -98,7 +100,8 @@ class Rho:
         """Return what `load` takes."""
         return self._square if self._is_known else None
 
-    def load(self, square: float | None) -> None:
-        """Go on from a checkpoint."""
+    def load(self, square: float | None, num_replicas: int) -> None:
+        """Go on from a checkpoint of `num_replicas`."""
+        self.begin(num_replicas)
         if square is not None:
             self._square, self._is_known = square, True

@@ -31,7 +31,7 @@ from cgx_ray.plan import STEPS_TOGETHER, Intra
 from cgx_ray.torch_compat import allows_uneven_inputs
 
 # State of one whose gradients are exchanged, and have not told rho yet.
-NO_ROUND: Mapping[str, Any] = {"rho": None, "moments_rho": 1.0, "anchor": {}, "folds": []}
+NO_ROUND: Mapping[str, Any] = {"rho": None, "num_replicas": 1, "moments_rho": 1.0, "anchor": {}, "folds": []}
 
 
 class Rounds:
@@ -40,17 +40,8 @@ class Rounds:
     is_alone  True in a step whose gradients stay on their rank
     """
 
-    def __init__(
-        self,
-        model: DistributedDataParallel,
-        engine: Engine,
-        weights: WeightCheck,
-        node_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        """
-        weights     compares those that all ranks have in common
-        node_group  the ranks of this node, if they may be a replica
-        """
+    def __init__(self, model: DistributedDataParallel, engine: Engine, weights: WeightCheck) -> None:
+        """`weights`: compares those that all ranks have in common."""
         # DDP's C++ part holds this object, out of the garbage collector's sight.
         self._model = weakref.ref(model)
         self._engine = engine
@@ -59,8 +50,7 @@ class Rounds:
         named = averaged_parameters(model)
         self._parameters = {name: named[name] for name in self._layers}
         self._world_size = engine.plan.world_size
-        self._process_group, self._node_group = model.process_group, node_group
-        self._rho = Rho(self._num_replicas)
+        self._rho = Rho(self._world_size)
         # While ranks train alone.
         self._gradients: LocalGradients | None = None
         self._optimizers: LocalOptimizers | None = None
@@ -72,14 +62,20 @@ class Rounds:
         self._moments_rho = 1.0
         self._broadcasts_buffers = False
         self._forward_hook: torch.utils.hooks.RemovableHandle | None = None
+        self._is_closed = False
         self.is_alone = False
         engine.rounds = self
 
     def begin_step(self) -> None:
         """Set `is_alone` before a step's first gradient. All ranks come to the same."""
+        if self._is_closed:
+            raise CGXError("the engine is closed; attach again to train on")
         period = self._engine.plan.period
         if period == 1 or self._engine.step < STEPS_TOGETHER:
             self._leave()
+            if self._moments_rho != 1:
+                # Those of a checkpoint. They become the user's own with the next step of each optimizer.
+                self._optimizers = self._follow_optimizers()
             return
         model = self._model()
         if model is not None and allows_uneven_inputs(model):
@@ -87,7 +83,7 @@ class Rounds:
                 f"the plan has period {period}, and ranks inside join() may have fewer steps than others; give period "
                 "1, or all ranks as many batches (drop_last)"
             )
-        if self._gradients is not None and not self._folds and self._gradients.inside is not self._inside:
+        if self._gradients is not None and not self._folds and self._gradients.is_inside != self._is_inside:
             self._leave()
         if self._gradients is None:
             self._enter()
@@ -113,17 +109,15 @@ class Rounds:
 
     def close(self) -> None:
         """Remove all hooks."""
+        self._is_closed = True
         self._leave()
+        self._engine.sums.close()
 
     @property
-    def _inside(self) -> dist.ProcessGroup | None:
-        """The ranks whose gradients are averaged in each step, if the plan in force has sums inside nodes."""
+    def _is_inside(self) -> bool:
+        """True if the plan in force has sums inside nodes, and nodes have several ranks."""
         has_inside = any(group.option.intra is not Intra.FLAT for group in self._engine.plan.groups)
-        return self._node_group if has_inside else None
-
-    @property
-    def _num_replicas(self) -> int:
-        return self._world_size if self._inside is None else self._engine.num_nodes
+        return has_inside and self._engine.sums.num_nodes < self._world_size
 
     @property
     def _is_due(self) -> bool:
@@ -131,13 +125,11 @@ class Rounds:
 
     def _enter(self) -> None:
         """Begin to train alone."""
-        residuals = self._engine.take_residuals()
-        self._gradients = LocalGradients(self._engine, self._process_group, self._inside, residuals)
-        self._rho.begin(self._num_replicas)
+        self._gradients = LocalGradients(self._engine, self._engine.take_residuals(), is_inside=self._is_inside)
+        self._rho.begin(self._gradients.num_replicas)
         # What averages add to 16-bit parameters may be less than their last bit.
         self._anchor = {name: one.detach().to(_wide(one), copy=True) for name, one in self._parameters.items()}
-        moments_rho, self._moments_rho = self._moments_rho, 1.0
-        self._optimizers = LocalOptimizers(self._parameters, self._on_optimizer, moments_rho=moments_rho)
+        self._optimizers = self._follow_optimizers()
         self._optimizers.rho = self._rho.value
         self._folds = []
         model = self._model()
@@ -148,11 +140,17 @@ class Rounds:
             untraced = torch.compiler.disable(self._before_forward)
             self._forward_hook = model.register_forward_pre_hook(ForwardHook(untraced))
 
-    def _leave(self) -> None:
-        """Begin to exchange gradients."""
+    def _follow_optimizers(self) -> LocalOptimizers:
+        moments_rho, self._moments_rho = self._moments_rho, 1.0
+        return LocalOptimizers(self._parameters, self._on_optimizer, moments_rho=moments_rho)
+
+    def _leave(self, *, keeps_moments: bool = False) -> None:
+        """Begin to exchange gradients. `keeps_moments`: the optimizers' moments are of another run by now."""
         self.is_alone = False
         if self._optimizers is not None:
-            self._optimizers.close()
+            if not self._optimizers.have_any_stepped:
+                self._moments_rho = self._optimizers.moments_rho
+            self._optimizers.close(keeps_moments=keeps_moments)
             self._optimizers = None
         if self._forward_hook is not None:
             self._forward_hook.remove()
@@ -247,7 +245,8 @@ class Rounds:
     def state(self) -> dict[str, Any]:
         """Return the round under way and rho, for a checkpoint. At a round's end there are no tensors in it."""
         moments_rho = self._optimizers.moments_rho if self._optimizers is not None else self._moments_rho
-        state: dict[str, Any] = {**NO_ROUND, "rho": self._rho.state(), "moments_rho": moments_rho}
+        rho = {"rho": self._rho.state(), "num_replicas": self._rho.num_replicas}
+        state: dict[str, Any] = {**NO_ROUND, **rho, "moments_rho": moments_rho}
         has_more_bits = any(anchor.dtype != self._parameters[name].dtype for name, anchor in self._anchor.items())
         if self._folds or has_more_bits:
             state["anchor"] = {name: anchor.to("cpu", copy=True) for name, anchor in self._anchor.items()}
@@ -264,10 +263,11 @@ class Rounds:
         if anchor and numels != {name: layer.numel for name, layer in self._layers.items()}:
             raise StateError("the state has a round of another model; start from a checkpoint of this one")
         numbers = [torch.tensor(state["rho"] or 0.0, dtype=torch.float64, device="cpu"), *anchor.values()]
-        if not all(map(is_finite, [*numbers, *state["folds"]])):
+        # Folds may have NaN: those of steps that a GradScaler has skipped.
+        if not all(map(is_finite, numbers)):
             raise StateError("the state has a round with NaN or Inf; start from another checkpoint")
-        self._leave()
-        self._rho.load(state["rho"])
+        self._leave(keeps_moments=True)
+        self._rho.load(state["rho"], state.get("num_replicas", self._world_size))
         self._moments_rho = state["moments_rho"]
         if anchor:
             self._enter()

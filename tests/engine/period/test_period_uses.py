@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,11 +25,11 @@ PERIOD = 4
 class _Training:
     """A model of `Branches`, attached with a period, and its data."""
 
-    def __init__(self, rank: int, *, period: int = PERIOD, **ddp: Any) -> None:
+    def __init__(self, rank: int, *, period: int = PERIOD, scaler: Any = None, **ddp: Any) -> None:
         torch.manual_seed(0)
         self.rank = rank
         self.model = DistributedDataParallel(Branches(), **ddp)
-        self.attachment = cgx_ray.attach(self.model, codec="none", scheme="sra", period=period)
+        self.attachment = cgx_ray.attach(self.model, codec="none", scheme="sra", period=period, scaler=scaler)
 
     def backward(self, step: int) -> Tensor:
         loss: Tensor = self.model(batch(self.rank, step)).square().mean()
@@ -177,8 +178,8 @@ def test_a_sample_of_a_round_is_its_mean_step() -> None:
         assert alone.dense_bytes == before.dense_bytes
 
 
-def _broken(rank: int) -> tuple[str, bool]:
-    training = _Training(rank)
+def _broken(rank: int, scaler: torch.amp.GradScaler | None = None) -> tuple[str, bool]:
+    training = _Training(rank, scaler=scaler)
     optimizer = torch.optim.SGD(training.model.parameters(), lr=0.01)
     for number in range(STEPS_TOGETHER + PERIOD):
         optimizer.zero_grad()
@@ -196,8 +197,9 @@ def _broken(rank: int) -> tuple[str, bool]:
     return str(raised.value), bool(is_finite)
 
 
-def test_nan_on_one_rank_is_named_on_all_and_spreads_to_none() -> None:
-    (first, is_first_sound), (second, is_second_sound) = run_ranks(2, _broken)
+@pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu", enabled=False)], ids=["none", "disabled"])
+def test_nan_on_one_rank_is_named_on_all_and_spreads_to_none(scaler: torch.amp.GradScaler | None) -> None:
+    (first, is_first_sound), (second, is_second_sound) = run_ranks(2, _broken, scaler)
     assert first == second
     assert "rank 1 has NaN or Inf in its parameters" in first
     assert (is_first_sound, is_second_sound) == (True, False)
@@ -275,3 +277,90 @@ def _refused(rank: int, what: str) -> str:
 def test_what_cannot_work_is_refused_with_a_remedy(what: str, hint: str) -> None:
     for message in run_ranks(2, _refused, what):
         assert hint in message
+
+
+class _Scaled:
+    """A training with momentum and a GradScaler, which overflows on one rank within a round."""
+
+    def __init__(self, rank: int, period: int = PERIOD) -> None:
+        self.training = _Training(rank, period=period)
+        self.optimizer = torch.optim.SGD(self.training.model.parameters(), lr=0.05, momentum=0.9)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def train(self, steps: range) -> list[float]:
+        for number in steps:
+            self.optimizer.zero_grad()
+            loss = self.training.model(batch(self.training.rank, number)).square().mean()
+            has_overflow = self.training.rank == 1 and number == STEPS_TOGETHER + 5
+            self.scaler.scale(loss * (float("inf") if has_overflow else 1.0)).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        return self.training.flat()
+
+    def saved(self) -> tuple[Any, ...]:
+        parts = (self.training.model, self.optimizer, self.scaler, self.training.attachment)
+        return copy.deepcopy(tuple(part.state_dict() for part in parts))
+
+    def load(self, states: tuple[Any, ...]) -> None:
+        parts = (self.training.model, self.optimizer, self.scaler, self.training.attachment)
+        for part, state in zip(parts, states, strict=True):
+            part.load_state_dict(copy.deepcopy(state))
+
+
+def _back_in_time(rank: int) -> tuple[list[float], list[float]]:
+    scaled = _Scaled(rank)
+    scaled.train(range(STEPS_TOGETHER + 7))
+    saved = scaled.saved()
+    rest = range(STEPS_TOGETHER + 7, STEPS_TOGETHER + 14)
+    whole = scaled.train(rest)
+    scaled.load(saved)
+    again = scaled.train(rest)
+    scaled.training.attachment.close()
+    return whole, again
+
+
+def test_a_run_goes_back_to_a_checkpoint_of_its_own_within_a_round() -> None:
+    for whole, again in run_ranks(2, _back_in_time):
+        assert whole == again
+
+
+def _without_rounds(rank: int) -> tuple[float, float]:
+    """Go on without rounds; return how far the first momenta are from those expected, and from those without rho."""
+    scaled = _Scaled(rank)
+    scaled.train(range(STEPS_TOGETHER + PERIOD + 1))
+    saved = scaled.saved()
+    rho = saved[3]["round"]["moments_rho"]
+    scaled.training.attachment.close()
+    scaled = _Scaled(rank, period=1)
+    scaled.load(saved)
+    scaled.train(range(100, 101))
+    off, unscaled = 0.0, 0.0
+    for number, parameter in enumerate(scaled.training.model.parameters()):
+        before = saved[1]["state"][number]["momentum_buffer"]
+        found = scaled.optimizer.state[parameter]["momentum_buffer"]
+        assert parameter.grad is not None
+        off = max(off, float((found - 0.9 * before / rho - parameter.grad).abs().max()))
+        unscaled = max(unscaled, float((found - 0.9 * before - parameter.grad).abs().max()))
+    scaled.train(range(101, 103))
+    assert scaled.saved()[3]["round"]["moments_rho"] == 1
+    scaled.training.attachment.close()
+    return off, unscaled
+
+
+def test_moments_of_a_checkpoint_of_rounds_are_the_users_own_without_them() -> None:
+    for off, unscaled in run_ranks(2, _without_rounds):
+        assert off < 1e-6 < unscaled
+
+
+def _closed_within_a_round(rank: int) -> str:
+    scaled = _Scaled(rank)
+    scaled.train(range(STEPS_TOGETHER + 1))
+    scaled.training.attachment.close()
+    with pytest.raises((CGXError, RuntimeError)) as raised:
+        scaled.train(range(STEPS_TOGETHER + 1, STEPS_TOGETHER + 2))
+    return str(raised.value)
+
+
+def test_a_closed_model_trains_no_further_within_a_round() -> None:
+    for said in run_ranks(2, _closed_within_a_round):
+        assert "attach again" in said

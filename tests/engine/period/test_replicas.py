@@ -92,15 +92,15 @@ def test_nodes_train_as_one_replica_each(nodes: tuple[int, ...]) -> None:
 
 
 def _switched(rank: int) -> tuple[list[Tensor], list[int]]:
-    """Train in rounds: each node is a replica, then each rank is, then each node again."""
+    """Train together, in rounds of nodes, in rounds of ranks, in rounds of nodes. Return parameters and versions."""
     tcp.host_key = lambda: f"node {NODES[rank]}"
     model = DistributedDataParallel(_model())
     layers = cgx_ray.layers_of(model)
-    attachment = cgx_ray.attach(model, codec="none", scheme="sra", intra="dense", period=PERIOD)
+    attachment = cgx_ray.attach(model, codec="none", scheme="sra")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    plans = {STEPS_TOGETHER + 8: "flat", STEPS_TOGETHER + 24: "dense"}
-    apart, versions = [], []
-    for step in range(STEPS_TOGETHER + 40):
+    plans = {STEPS_TOGETHER: "dense", STEPS_TOGETHER + 12: "flat", STEPS_TOGETHER + 32: "dense"}
+    parameters, versions = [], []
+    for step in range(STEPS_TOGETHER + 52):
         if step in plans:
             version = 1 + list(plans).index(step)
             plan = cgx_ray.make_plan(
@@ -110,19 +110,21 @@ def _switched(rank: int) -> tuple[list[Tensor], list[int]]:
         optimizer.zero_grad()
         _loss(model, rank, step).backward()
         optimizer.step()
-        apart.append(_flat(model))
+        parameters.append(_flat(model))
         assert attachment.plan is not None
         versions.append(attachment.plan.version)
     attachment.close()
-    return apart, versions
+    return parameters, versions
 
 
 def test_replicas_may_change_at_the_end_of_a_round() -> None:
     (first, versions), (second, _), (third, _), _ = run_ranks(4, _switched)
-    assert set(versions) == {0, 1, 2}
-    for step in range(STEPS_TOGETHER, len(first)):
-        is_round_end = (step - STEPS_TOGETHER) % PERIOD == PERIOD - 1
+    assert sorted(set(versions)) == [0, 1, 2, 3]
+    begin = next(step for step in range(len(first)) if not torch.equal(first[step], third[step]))
+    for step in range(begin, len(first)):
+        place = (step - begin) % PERIOD
+        is_round_end = place == PERIOD - 1
         assert torch.equal(first[step], third[step]) == is_round_end
         # The plan in force when a round begins says who trains alone in it.
-        begin = step - (step - STEPS_TOGETHER) % PERIOD
-        assert torch.equal(first[step], second[step]) == (is_round_end or versions[begin - 1] != 1)
+        is_of_ranks = step - place > begin and versions[step - place - 1] == 2
+        assert torch.equal(first[step], second[step]) == (is_round_end or not is_of_ranks), step

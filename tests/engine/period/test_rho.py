@@ -56,7 +56,7 @@ def test_before_any_step_rho_is_that_of_noise_and_steps_that_say_nothing_change_
     rho.add(torch.tensor([1.0] * NUM_SUMS + [NUM_SUMS], dtype=torch.float64))
     assert rho.value == 1.0
     again = Rho(4)
-    again.load(rho.state())
+    again.load(rho.state(), 4)
     assert again.value == 1.0
 
 
