@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -87,6 +88,8 @@ def _disabled(trainer: Trainer, step: int, scale: float) -> None:
 
 
 def _in_ray(trainer: Trainer, step: int, scale: float) -> None:
+    # It asks Ray for its context, which else would connect to any cluster that this machine has or had.
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     from ray.train.torch.train_loop_utils import _TorchAccelerator
 
     accelerator = _TorchAccelerator()
