@@ -51,9 +51,11 @@ def _averages(rank: int, nodes: Nodes, inside: str) -> list[Run]:
     [
         ((0, 0, 1, 1), "shm"),
         ((0, 1, 0, 1), "tcp"),
-        ((0, 1, 0, 2), "gloo"),
         ((0, 0, 0), "shm"),
-        ((0, 1, 2, 1, 0, 0, 0), "shm"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (((0, 1, 0, 2), "gloo"), ((0, 1, 2, 1, 0, 0, 0), "shm"))
+        ),
     ],
 )
 def test_all_ranks_hold_the_average_and_owe_what_it_lacks(nodes: Nodes, inside: str) -> None:
