@@ -7,6 +7,9 @@ PYTHON ?= python3
 ARGS ?=
 BENCH ?= step kernels collectives
 
+# Containers set it, and then each of hundreds of processes compiles what it imports.
+export PYTHONDONTWRITEBYTECODE :=
+
 BIN := .venv/bin
 CSRC := $(wildcard $(foreach e,c cpp hpp h cu cuh,runtime_ext/csrc/*.$(e) runtime_ext/csrc/*/*.$(e)))
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt

@@ -81,7 +81,10 @@ def _run_each(rank: int, cases: Sequence[tuple[Callable[..., Any], tuple[int, st
     return [case(rank, **dict(zip(names, way, strict=True))) for case, way in cases]
 
 
-@pytest.mark.parametrize("scheme", WORLD_OF)
+# Trees and broadcasts of a device are traced, too: test_traced_device.py.
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(s, marks=pytest.mark.slow if s in ("tree", "broadcast") else ()) for s in WORLD_OF]
+)
 def test_payloads_on_another_device_than_their_messages_change_no_bit(scheme: str) -> None:
     # "cpu:0" is the same memory, but not the device of messages, so payloads are copied as from a GPU.
     codecs = ["none", "qsgd", "onebit:bucket_size=64"]

@@ -22,9 +22,11 @@ from cgx_ray.collectives import Phases, make_exchange
 from cgx_ray.plan import CODECS_OF_SCHEME, NONE, CodecSpec, Scheme
 
 
-def _train_pair(rank: int, codec: str, scheme: str) -> list[tuple[list[str], int]]:
+def _train_pair(
+    rank: int, codec: str, scheme: str, dtypes: Sequence[torch.dtype] = (torch.float32,)
+) -> list[tuple[list[str], int]]:
     results = []
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in dtypes:
         model = DistributedDataParallel(Branches().to(dtype))
         attachment = cgx_ray.attach(model, codec=codec, scheme=scheme)
         hashes = train(model, rank, range(6))
@@ -56,9 +58,17 @@ MORE_RANKS = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [4, 5])
-def test_more_ranks_hold_identical_weights_too(world_size: int) -> None:
-    cases = [partial(_train_pair, codec=codec, scheme=scheme) for codec, scheme in MORE_RANKS]
+@pytest.mark.parametrize(
+    ("world_size", "dtypes"),
+    [
+        (4, (torch.bfloat16,)),
+        (5, (torch.float32,)),
+        *(pytest.param(n, (torch.float32, torch.bfloat16), marks=pytest.mark.slow) for n in (4, 5)),
+    ],
+    ids=["4 of bfloat16", "5", "4 of both", "5 of both"],
+)
+def test_more_ranks_hold_identical_weights_too(world_size: int, dtypes: Sequence[torch.dtype]) -> None:
+    cases = [partial(_train_pair, codec=codec, scheme=scheme, dtypes=dtypes) for codec, scheme in MORE_RANKS]
     for pair, (first, *others) in zip(MORE_RANKS, run_cases(world_size, cases), strict=True):
         assert isinstance(first, list), (pair, first)
         assert others == [first] * (world_size - 1), pair
@@ -178,7 +188,7 @@ def _average_small_integers(rank: int) -> list[tuple[str, str, str]]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_small_integers_are_averaged_exactly_in_every_scheme_and_type(world_size: int) -> None:
     """All numbers and partial sums are under 2^8, where bfloat16 has every integer."""
     assert run_ranks(world_size, _average_small_integers) == [[]] * world_size

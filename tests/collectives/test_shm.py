@@ -80,7 +80,9 @@ def _sum_everything(rank: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
 def test_sums_of_any_size_and_type_are_right_and_the_same_bits_on_all_ranks(world_size: int) -> None:
     assert run_ranks(world_size, _sum_everything) == [[]] * world_size
 

@@ -104,7 +104,7 @@ def test_top_and_replay_take_any_journal(lines: list[Entry], tmp_path: Path, cha
 
 
 @pytest.mark.long
-@fuzz(5)
+@fuzz(3)
 def test_the_report_takes_any_journal(lines: list[Entry], tmp_path: Path, chance: random.Random) -> None:
     check_report(lines, tmp_path, chance)
 

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import cgx_ray
+from cgx_ray.cli import main
 from cgx_ray.planner.scenario import TYPICAL_PROFILE
 from cgx_ray.ray_train.state_files import read_state, state_file
 from cgx_ray.session.states import STATE_FORMAT
@@ -50,6 +52,15 @@ def run(*argv: str) -> str:
     assert done.stderr.startswith("Error: ")
     assert done.stderr.count("\n") == 1, done.stderr
     assert int(done.stdout.split()[-1]) < MEMORY_KIB
+    return done.stderr
+
+
+def run_here(*argv: str) -> str:
+    """Return what a command says on standard error; it runs in this process, so for files that are no bombs."""
+    done = CliRunner().invoke(main, argv)
+    assert done.exit_code in (1, 2), done.output
+    assert done.stderr.startswith("Error: ")
+    assert done.stderr.count("\n") == 1, done.stderr
     return done.stderr
 
 
@@ -90,13 +101,17 @@ CLUSTERS: dict[str, tuple[str, Callable[[], str], str]] = {
     "rows": ("a.csv", lambda: "name\n" + "1\n" * 8_000_000, "more than 1,000,000 cells"),
 }
 
+# They take neither memory nor time, whoever reads them.
+NO_BOMBS = {"a date", "digits", "infinity", "price", "escapes"}
+
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", CLUSTERS)
 def test_a_file_of_clusters_that_is_a_bomb_is_one_clear_error(tmp_path: Path, kind: str) -> None:
     name, text, message = CLUSTERS[kind]
     (tmp_path / name).write_text(text())
-    assert message in run(*MODEL, "--clusters", str(tmp_path / name))
+    said_by = run_here if kind in NO_BOMBS else run
+    assert message in said_by(*MODEL, "--clusters", str(tmp_path / name))
 
 
 PROFILE = TYPICAL_PROFILE.read_text()

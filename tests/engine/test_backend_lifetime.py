@@ -190,6 +190,7 @@ print(dist.Backend._plugins["CGX"].creator_fn.__module__)
     assert run_python("-c", code).split() == ["True", "cgx_ray_autoload", "cgx_ray.backend.process_group"]
 
 
+@pytest.mark.slow  # without torchrun: above
 def test_a_script_under_torchrun_needs_no_import_of_cgx_ray(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     # It ends as many scripts do: without destroy_process_group, while the group's thread is still busy.

@@ -69,7 +69,16 @@ def _second_if_even(parameter: nn.Parameter) -> Shard:
 REDUCED = ("none", "qsgd:bits=4", "qsgd:bits=8,rounding=nearest")
 
 
-@pytest.mark.parametrize(("num_ranks", "num_replicas", "dim"), [(2, 1, 0), (3, 1, 0), (4, 1, 1), (4, 2, 0), (6, 3, 0)])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_replicas", "dim"),
+    [
+        (3, 1, 0),
+        (4, 1, 1),
+        (4, 2, 0),
+        pytest.param(2, 1, 0, marks=pytest.mark.slow),
+        pytest.param(6, 3, 0, marks=pytest.mark.slow),
+    ],
+)
 def test_every_shard_is_the_mean_within_the_error_of_the_codec(num_ranks: int, num_replicas: int, dim: int) -> None:
     cases = [partial(_reduced, codec=codec, num_replicas=num_replicas, dim=dim) for codec in REDUCED]
     for codec, results in zip(REDUCED, run_cases(num_ranks, cases), strict=True):
@@ -143,7 +152,7 @@ def _beside_plain(rank: int, variant: str, num_replicas: int, parameters: str | 
     return largest_difference(*weights)
 
 
-@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_without_a_codec_it_trains_bit_for_bit_like_plain_fsdp2(num_ranks: int, num_replicas: int) -> None:
     # Two summands have only one order of addition.
     parameters = "none" if num_ranks == 2 else None
@@ -200,9 +209,9 @@ FEW = [("qsgd", BITS8), ("ef_signsgd", None)]
     [
         pytest.param(3, 1, [*LIMITS], marks=pytest.mark.slow),
         pytest.param(4, 2, [*LIMITS], marks=pytest.mark.slow),
-        (4, 2, FEW),
+        (2, 1, FEW),
     ],
-    ids=["3 ranks", "4 ranks", "4 ranks, few"],
+    ids=["3 ranks", "4 ranks", "2 ranks, few"],
 )
 def test_codecs_train_about_as_well_as_plain_fsdp2(
     num_ranks: int, num_replicas: int, kinds: list[tuple[str, str | None]]
@@ -303,7 +312,8 @@ def _train_over(rank: int, transport: str) -> dict[str, torch.Tensor]:
 
 def test_the_transport_does_not_change_what_is_learned() -> None:
     tcp, gloo = run_ranks(4, _train_over, "tcp"), run_ranks(4, _train_over, "gloo")
-    assert largest_difference(tcp[0], gloo[0]) == 0.0
+    # Also on the ranks of the other replica.
+    assert [largest_difference(tcp[0], other) for other in [*tcp, *gloo]] == [0.0] * 8
 
 
 def _overlapped(rank: int) -> dict[str, torch.Tensor]:

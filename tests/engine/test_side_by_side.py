@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import re
 import time
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from support.branches import Branches, batch, train, weights_hash
-from support.ranks import log_lines, run_ranks
+from support.ranks import log_lines, run_cases, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
@@ -70,7 +71,10 @@ def _train_mixture(rank: int, world_size: int, prepare: str, shared_memory: bool
     return hashes
 
 
-@pytest.mark.parametrize(("world_size", "shared_memory"), [(2, True), (3, False), (5, False)])
+@pytest.mark.parametrize(
+    ("world_size", "shared_memory"),
+    [(2, True), (3, False), pytest.param(5, False, marks=pytest.mark.slow)],
+)
 def test_the_order_of_groups_in_time_changes_no_bit(world_size: int, shared_memory: bool) -> None:
     def hashes(prepare: str) -> list[list[str]]:
         return run_ranks(world_size, _train_mixture, world_size, prepare, shared_memory, {"bucket_cap_mb": 0.01})
@@ -192,6 +196,7 @@ def test_the_number_of_ranks_with_inputs_is_no_divisor_and_a_warning_says_so() -
 
 def _train_compiled(rank: int, compiled: str) -> tuple[list[str], list[str]]:
     """Return the hashes of the weights, and the names of the layers."""
+    torch._dynamo.reset()
     inner: Any = torch.compile(Branches(), backend="aot_eager") if compiled == "inside DDP" else Branches()
     model: Any = DistributedDataParallel(inner)
     if compiled == "before attach":
@@ -208,10 +213,12 @@ def _train_compiled(rank: int, compiled: str) -> tuple[list[str], list[str]]:
 
 
 def test_a_compiled_model_trains_wherever_it_was_compiled() -> None:
-    (plain, names), _ = run_ranks(2, _train_compiled, "never")
-    for compiled in ("before attach", "after attach", "inside DDP"):
-        first, second = run_ranks(2, _train_compiled, compiled)
-        assert first == second
+    kinds = ("never", "before attach", "after attach", "inside DDP")
+    # In the same processes, because each compiler takes seconds to import.
+    by_kind = dict(zip(kinds, run_cases(2, [partial(_train_compiled, compiled=kind) for kind in kinds]), strict=True))
+    (plain, names), _ = by_kind.pop("never")
+    for compiled, (first, second) in by_kind.items():
+        assert first == second, compiled
         assert first[0] == plain
         # DDP names the layers of its module, which is the wrapper then.
         assert [name.removeprefix("_orig_mod.") for name in first[1]] == names

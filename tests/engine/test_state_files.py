@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from ray.train import Checkpoint
 from support.branches import Branches
-from support.ranks import log_lines, run_ranks
+from support.ranks import log_lines, run_cases
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
@@ -150,11 +151,13 @@ def _add_states(rank: int, calling: tuple[int, ...], folder: Path) -> list[str]:
 
 
 def test_a_rank_that_adds_its_state_alone_is_warned_once_while_it_trains(tmp_path: Path) -> None:
-    alone, silent = run_ranks(2, _add_states, (0,), tmp_path)
+    (alone, silent), both = run_cases(
+        2, [partial(_add_states, calling=ranks, folder=tmp_path) for ranks in ((0,), (0, 1))]
+    )
     assert silent == []
     (warning,) = alone
     assert warning.startswith("rank 0: only 1 of 2 ranks add their state to checkpoints; call add_state on every rank")
-    assert run_ranks(2, _add_states, (0, 1), tmp_path) == [[], []]
+    assert both == [[], []]
 
 
 def test_a_folder_that_is_used_again_keeps_the_files_of_the_last_run(tmp_path: Path) -> None:

@@ -77,13 +77,13 @@ def _train(rank: int, options: dict[str, Any]) -> list[list[str]]:
     ("codec", "scheme"),
     [
         ("none", "dense"),
-        ("none", "sra"),
+        pytest.param("none", "sra", marks=pytest.mark.slow),
         ("qsgd", "ring"),
         ("dgc:density=0.05", "artopk_ring_auto"),
-        ("topk:density=0.05,value_bits=16", "allgather"),
-        ("randomk:density=0.05", "allreduce"),
+        pytest.param("topk:density=0.05,value_bits=16", "allgather", marks=pytest.mark.slow),
+        pytest.param("randomk:density=0.05", "allreduce", marks=pytest.mark.slow),
         ("powersgd", "allreduce"),
-        ("powersgd", "allgather"),
+        pytest.param("powersgd", "allgather", marks=pytest.mark.slow),
     ],
 )
 def test_ddp_models_train_to_the_same_bits_under_all_defaults(codec: str, scheme: str) -> None:
@@ -143,7 +143,9 @@ def _train_sharded(rank: int, codec: str, num_replicas: int) -> list[str]:
     return _in_each(lambda: sharded.shard(Branches(), mesh), run)
 
 
-@pytest.mark.parametrize(("codec", "num_replicas"), [("qsgd", 1), ("ef_signsgd", 1), ("ef_signsgd", 2)])
+@pytest.mark.parametrize(
+    ("codec", "num_replicas"), [("qsgd", 1), pytest.param("ef_signsgd", 1, marks=pytest.mark.slow), ("ef_signsgd", 2)]
+)
 def test_fsdp2_models_train_to_the_same_bits_under_all_defaults(codec: str, num_replicas: int) -> None:
     outcomes = run_ranks(2 * num_replicas, _train_sharded, codec, num_replicas)
     assert outcomes == [[outcomes[0][0]] * len(DEFAULTS)] * len(outcomes)

@@ -23,7 +23,7 @@ def _attach_and_forget(rank: int, is_sharded: bool) -> list[Any]:
     # The next attachment closes the one before.
     attachment.LINGER_S = 1000.0
     found = []
-    for _ in range(20):
+    for _ in range(10):
         model: Any = shard(Branches(), make_mesh()) if is_sharded else DistributedDataParallel(Branches())
         cgx_ray.attach(model, codec="qsgd")
         (train_sharded if is_sharded else train)(model, rank, range(2))
@@ -34,7 +34,7 @@ def _attach_and_forget(rank: int, is_sharded: bool) -> list[Any]:
     return found
 
 
-@pytest.mark.fault("a new model 20 times, as in cross-validation, and none is closed", "what is held stays as before")
+@pytest.mark.fault("a new model 10 times, as in cross-validation, and none is closed", "what is held stays as before")
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fsdp2"])
 def test_models_that_are_collected_leave_nothing_once_the_next_one_is_attached(is_sharded: bool) -> None:
     for found in run_ranks(2, _attach_and_forget, is_sharded):

@@ -183,7 +183,7 @@ def has_workers(out: Path, demo: subprocess.Popen[bytes]) -> bool:
 @pytest.mark.parametrize(
     ("arguments", "is_time"),
     [
-        pytest.param([], is_training, marks=NEEDS_LAB, id="training in the lab"),
+        pytest.param([], is_training, marks=[NEEDS_LAB, pytest.mark.slow], id="training in the lab"),
         pytest.param(["--simulated-link"], has_workers, marks=pytest.mark.slow, id="starting with a simulated link"),
     ],
 )

@@ -25,7 +25,6 @@ TORCHRUN = "python -m torch.distributed.run --standalone --nproc-per-node 2"
 SENT = r"(?P<less>[\d.,]+) MB of (?P<more>[\d.,]+) MB"
 EVENTS = {"start", "decision", "outcome", "progress", "end"}
 DIGITS = r"accuracy [789]\d\.\d%, (?P<{}>[\d,]+) bytes sent per step and rank\n"
-# In `make test` one job is started, and stopped; the others are in `make test-faults`.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +152,7 @@ def test_a_job_with_a_wrong_argument_fails_with_our_message(jobs: Jobs) -> None:
     assert "failed" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_stopped_job_leaves_checkpoints_with_residuals_and_a_journal_and_nothing_else(
     jobs: Jobs, tmp_path: Path
 ) -> None:

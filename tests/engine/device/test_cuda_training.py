@@ -133,8 +133,17 @@ def _trained(
     return task.outcome(losses)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("train", [_mixed_precision, _bf16_weights, _accumulation, _switches, _adaptive])
+WAYS = (_mixed_precision, _bf16_weights, _accumulation, _switches, _adaptive)
+
+
+# On CPUs `make test` trains in one way; tests of the engine train in the others.
+@pytest.mark.parametrize(
+    ("train", "device"),
+    [
+        *(pytest.param(train, "cpu", marks=() if train is _switches else pytest.mark.slow) for train in WAYS),
+        *(pytest.param(train, "cuda", marks=pytest.mark.gpu) for train in WAYS),
+    ],
+)
 def test_ranks_learn_and_hold_the_same_weights(
     train: Callable[[int, str, str], Any], device: str, tmp_path: Path
 ) -> None:

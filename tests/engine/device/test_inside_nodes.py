@@ -118,9 +118,9 @@ def _outcomes(rank: int, nodes: Nodes, cases: Sequence[Case], dtype: str) -> lis
     ("nodes", "cases", "dtype"),
     [
         ((0, 0, 1, 1), CASES[:5], "float32"),
-        ((0, 0, 1, 1), CASES[:3], "bfloat16"),
+        pytest.param((0, 0, 1, 1), CASES[:3], "bfloat16", marks=pytest.mark.slow),
         ((0, 1, 1), CASES[5:], "float32"),
-        ((0, 0), CASES[:3], "float32"),
+        pytest.param((0, 0), CASES[:3], "float32", marks=pytest.mark.slow),
     ],
     ids=["2 x 2", "2 x 2 of bfloat16", "1 and 2", "one node"],
 )
@@ -234,7 +234,9 @@ def _traced(rank: int, nodes: Nodes, case: Case, removed: str | None) -> tuple[s
     return outcome.error, device.sites, {what: n / STEPS / training.num_groups for what, n in device.counts.items()}
 
 
-@pytest.mark.parametrize("case", [("qsgd", "sra"), ("topk:density=0.05", "allgather")], ids="-".join)
+@pytest.mark.parametrize(
+    "case", [("qsgd", "sra"), pytest.param(("topk:density=0.05", "allgather"), marks=pytest.mark.slow)], ids="-".join
+)
 def test_without_any_one_wait_a_race_is_found(case: Case) -> None:
     nodes = (0, 0, 1)
     sites = set[str]().union(*(sites for _, sites, _ in run_ranks(len(nodes), _traced, nodes, case, None)))

@@ -91,7 +91,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_ranks_are_alike_after_each_round_and_only_then(num_ranks: int) -> None:
     for case, results in zip(CASES, run_cases(num_ranks, [partial(_train, case=case) for case in CASES]), strict=True):
         for result in results:
@@ -122,7 +122,7 @@ def _expected(num_ranks: int, num_alone: int) -> Tensor:
 SCHEMES = ("dense", "sra", "allgather", "ring", "tree", "broadcast")
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+@pytest.mark.parametrize("num_ranks", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))])
 def test_a_round_gives_the_mean_of_what_ranks_make_alone(num_ranks: int) -> None:
     cases = [Case(scheme=scheme, period=3, num_steps=STEPS_TOGETHER + 3) for scheme in SCHEMES]
     expected_N = _expected(num_ranks, 3)
@@ -151,7 +151,12 @@ def _resumed(rank: int, states: list[tuple[Any, Any, Any]] | None, steps: range,
 
 
 @pytest.mark.parametrize(
-    "stop", [STEPS_TOGETHER - 3, STEPS_TOGETHER + 2, STEPS_TOGETHER + 4], ids=["before", "within", "after"]
+    "stop",
+    [
+        pytest.param(STEPS_TOGETHER - 3, id="before", marks=pytest.mark.slow),
+        pytest.param(STEPS_TOGETHER + 2, id="within"),
+        pytest.param(STEPS_TOGETHER + 4, id="after", marks=pytest.mark.slow),
+    ],
 )
 def test_a_checkpoint_within_a_round_goes_on_bit_for_bit(stop: int) -> None:
     end = STEPS_TOGETHER + 9
