@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -88,11 +87,10 @@ def _disabled(trainer: Trainer, step: int, scale: float) -> None:
 
 
 def _in_ray(trainer: Trainer, step: int, scale: float) -> None:
-    # It asks Ray for its context, which else would connect to any cluster that this machine has or had.
-    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     from ray.train.torch.train_loop_utils import _TorchAccelerator
 
-    accelerator = _TorchAccelerator()
+    # Its `__init__` asks for Ray's context, and so starts a cluster or waits for one that this machine had.
+    accelerator = _TorchAccelerator.__new__(_TorchAccelerator)
     # The accelerator's own scaler needs CUDA.
     accelerator.amp_is_enabled, accelerator.scaler = True, trainer.scaler
     trainer.scaler.update(scale)
