@@ -303,7 +303,7 @@ class ControlLoop:
         if measuring.codec is not None:
             state.steps.learn_trial(measuring.codec, measured)
             measured = state.known()
-            asked = self._situation(state, f"{measuring.codec} is timed", measuring.home, measured, at)
+            asked = self._situation(state, f"{measuring.codec.describe()} is timed", measuring.home, measured, at)
             decision = self._ask(state, asked, at)
             if decision is not None and decision.kind == "replace":
                 return self._apply(state, decision, measured, at, "policy", "excursion_ended", asked=asked)

@@ -34,7 +34,7 @@ from cgx_ray.control.trial.measuring_steps import MeasuringSteps
 from cgx_ray.control.trial.outcome import PendingOutcome, PlanRecord
 from cgx_ray.control.trial.steps_beside_predictions import SURPRISE, StepsBesidePredictions
 from cgx_ray.monitors.sample import NodeSample, NodeStep
-from cgx_ray.plan import MAX_PERIOD, STEPS_TOGETHER, Option, Plan
+from cgx_ray.plan import MAX_PERIOD, STEPS_TOGETHER, Option, Plan, spoken
 from cgx_ray.planner.bits import bits_of
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.prediction import Measured, groups_of
@@ -244,7 +244,7 @@ class WorkerGroupState:
             self.steps.compute_changed()
         untimed = self.steps.learn(measured, now_s)
         if untimed:
-            self._news = Cause("step_time", f"{', '.join(sorted(untimed))} timed in steps")
+            self._news = Cause("step_time", f"{', '.join(map(spoken, sorted(untimed)))} timed in steps")
         # Predictions are made in another way from now on.
         self._changes.restart_ratio()
 

@@ -51,6 +51,12 @@ def loss_of(codec: CodecSpec, period: int) -> float:
     return period_loss(period) * (cost.worst if cost is not None else 1.0 if codec == NONE else math.inf)
 
 
+def expected_loss(codecs: Iterable[CodecSpec], period: int) -> float | None:
+    """Return the largest `loss_of` of `codecs`, at least 1; None if one was not measured."""
+    loss = max((loss_of(codec, period) for codec in codecs), default=1.0)
+    return None if math.isinf(loss) else max(loss, 1.0)
+
+
 def periods_of(fidelity: Fidelity | str) -> tuple[int, ...]:
     """Return 1, and the periods that a level allows: none by "strict", all that were measured by "fast"."""
     level = Fidelity(fidelity)
@@ -100,7 +106,7 @@ def describe_costs(codecs: Iterable[CodecSpec], period: int = 1) -> str:
 def _describe_cost(codec: CodecSpec) -> str:
     cost = codec.record.losses.get(str(codec))
     if cost is not None:
-        return f"{codec} was measured to end up to {cost.worst - 1:.1%} above dense's loss"
+        return f"{codec.describe()} was measured to end up to {cost.worst - 1:.1%} above dense's loss"
     if codec.density is not None:
         # A smaller density costs more.
         measured = {CodecSpec.parse(text).density or 0.0: one for text, one in codec.record.losses.items()}
@@ -108,7 +114,7 @@ def _describe_cost(codec: CodecSpec) -> str:
         if smaller:
             density = max(smaller)
             return (
-                f"{codec} was not measured, density {density:g} ended up to {measured[density].worst - 1:.1%} above "
-                "dense's loss"
+                f"{codec.describe()} was not measured, density {density:g} ended up to "
+                f"{measured[density].worst - 1:.1%} above dense's loss"
             )
-    return f"what {codec} costs in loss was not measured"
+    return f"what {codec.describe()} costs in loss was not measured"

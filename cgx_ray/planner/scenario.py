@@ -86,7 +86,7 @@ class Scenario:
         numel = max((layer.numel for layer in self.model.layers), default=0)
         codecs = (CodecSpec.parse(codec) for codec in self.gain)
         return tuple(
-            str(codec)
+            codec.describe()
             for codec in codecs
             if codec.payload_bytes(numel) > MAX_PAYLOAD_BYTES
             or (codec.density is not None and numel > MAX_INDEXED_NUMEL)

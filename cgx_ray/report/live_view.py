@@ -190,7 +190,8 @@ def change_of(line: Mapping[str, Any]) -> str:
     """Return the old and the new plan of a decision."""
     if line["kind"] == "keep":
         return f"keep {line['new']['plan']}"
-    return f"{line['old']['plan']} -> {line['new']['plan']}"
+    old, new = line["old"]["plan"], line["new"]["plan"]
+    return f"{old} -> {new}" if old != new else f"{new}, other groups"
 
 
 def describe_decision(line: Mapping[str, Any]) -> str:

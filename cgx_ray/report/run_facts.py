@@ -155,6 +155,7 @@ def shares_by(name: str, record: RunRecord, found: Sequence[StepSpan]) -> dict[s
             if "dense_bytes" in option:
                 num_bytes = span.num_steps * option["dense_bytes"]
                 key = f"{100 * option[name]:.3g} %" if name == "density" else option[name]
+                key = "dense" if key == "none" else key
                 shares[key] = shares.get(key, 0.0) + num_bytes
                 total += num_bytes
     return {key: share / total for key, share in sorted(shares.items(), key=lambda one: -one[1])} if total else {}

@@ -195,7 +195,7 @@ def _plan(plan: Mapping[str, Any]) -> str:
     total = max(1, sum(option.get("dense_bytes", 0) for _, option in options))
     rows = []
     for name, option in options:
-        row = [name, str(option["groups"]), str(option["layers"])]
+        row = [option.get("text", name), str(option["groups"]), str(option["layers"])]
         if "dense_bytes" in option:
             row += [f"{option['dense_bytes'] / total:.1%}", format_bytes(option["dense_bytes"])]
             row += [format_bytes(option["wire_bytes"]), f"{option['dense_bytes'] / max(1, option['wire_bytes']):.3g}x"]

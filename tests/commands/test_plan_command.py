@@ -184,11 +184,11 @@ def test_typical_profile_has_a_time_for_all_codecs_with_typical_gains() -> None:
 
 
 def test_a_gain_adds_a_codec_or_changes_what_one_keeps() -> None:
-    assert "qsgd:bits=2" in answer(gain="qsgd:bits=2=0.99")["options"]
+    assert "qsgd 2-bit" in answer(gain="qsgd:bits=2=0.99")["options"]
     found = answer(gain="qsgd=0.5", **{"min-gain": "0.9"})
     assert "qsgd" not in found["options"]
     (line,) = (line for line in found["assumptions"] if "qsgd" in line)
-    assert line.startswith("qsgd:bits=4,bucket_size=128, topk:density=0.1, "), line
+    assert line.startswith("qsgd 4-bit, topk 10 %, "), line
     assert line.endswith("left out: they keep less than 0.9 (--min-gain)"), line
 
 
@@ -196,7 +196,7 @@ def test_codecs_without_room_for_the_largest_layer_are_named(tmp_path: Path) -> 
     model = write(tmp_path / "large.csv", "name,shape,forward_macs\nhuge,65536x65536,1\nsmall,64x64,1\n")
     found = answer(model=model)
     line = next(line for line in found["assumptions"] if "huge has 4,294,967,296" in line)
-    assert line.startswith("bf16, topk:density=0.1, "), line
+    assert line.startswith("bf16, topk 10 %, "), line
     assert "qsgd" not in line, "4.25 bits an element are 2.3 GB"
     Plan.from_json(json.dumps(found["plan"])).check(load_model(model).layers, 4)
 

@@ -64,8 +64,8 @@ def test_the_view_of_a_controller_shows_ranks_links_plan_and_decisions_in_80_col
     assert "speed 4.36x as fast as dense" in text
     assert "100 Mbit/s per rank (spread " in text
     assert "10.0.0.2 (ranks 2): sends 11 MiB/s, receives 10 MiB/s, others 2 MiB/s" in text
-    assert "qsgd:bits=4,bucket_size=128 over sra, version" in text
-    assert "dense -> qsgd:bits=4,bucket_size=128 over sra: first measurements" in text
+    assert "qsgd 4-bit over sra, version" in text
+    assert "dense -> qsgd 4-bit over sra: first measurements" in text
     assert "predicted 0.62 s per step, measured 0.62 s" in text
 
 
@@ -96,7 +96,7 @@ def test_a_run_without_its_controller_is_shown_from_its_files(tmp_path: Path) ->
     run = trained(tmp_path)
     view = view_of_record(load_run(tmp_path))
     assert view.is_running
-    assert view.plan == "qsgd:bits=4,bucket_size=128 over sra"
+    assert view.plan == "qsgd 4-bit over sra"
     assert [rank.name for rank in view.ranks] == ["all ranks"]
     assert plain_line(view).startswith(f"{tmp_path.name}: step ")
     assert "4.36x as fast as dense" in plain_line(view)
@@ -127,7 +127,7 @@ def test_top_follows_a_folder_until_the_run_ends(tmp_path: Path, monkeypatch: py
     ending.join()
     assert done.exit_code == 0, done.output
     output = done.output.replace("\n", " ")
-    assert "dense -> qsgd:bits=4,bucket_size=128 over sra: first measurements" in output
+    assert "dense -> qsgd 4-bit over sra: first measurements" in output
     assert output.rstrip().endswith("has ended after step 29")
     picture = (tmp_path / "top.svg").read_text()
     assert "measured" in picture

@@ -90,9 +90,9 @@ def _colors(options: Iterable[Option]) -> dict[str, str]:
     palette = itertools.cycle(_CODEC_COLORS)
     for option in dict.fromkeys(options):
         if option.scheme is Scheme.DENSE:
-            colors[str(option)] = DENSE_COLOR if option == DENSE else _DENSE_INSIDE_COLOR
+            colors[option.describe()] = DENSE_COLOR if option == DENSE else _DENSE_INSIDE_COLOR
         else:
-            colors[str(option)] = next(palette)
+            colors[option.describe()] = next(palette)
     return colors
 
 
@@ -110,7 +110,7 @@ def _lanes(steps: Sequence[Prediction]) -> list[Resource]:
 
 def _draw_step(axes: Axes, name: str, step: Prediction, lanes: Sequence[Resource], colors: Mapping[str, str]) -> None:
     for span in step.timeline.spans:
-        color = _COMPUTE_COLOR if span.stage.name == BACKWARD else colors[str(step.groups[span.group].option)]
+        color = _COMPUTE_COLOR if span.stage.name == BACKWARD else colors[step.groups[span.group].option.describe()]
         _draw_span(axes, span, lanes, color)
     end_ms = 1e3 * step.step_s
     axes.axvline(end_ms, color=INK, linewidth=1)
@@ -174,7 +174,9 @@ def _draw_sweep(axes: Axes, sweep: Sweep, points: Sequence[BestPlan], colors: Ma
     axes.set_ylim(low / (high / low) ** 0.16, high * (high / low) ** 0.05)
     edges = [values[0], *(math.sqrt(a * b) for a, b in itertools.pairwise(values)), values[-1]]
     for index, point in enumerate(points):
-        axes.axvspan(edges[index], edges[index + 1], 0, 0.07, color=colors[str(main_option(point.best))], linewidth=0)
+        axes.axvspan(
+            edges[index], edges[index + 1], 0, 0.07, color=colors[main_option(point.best).describe()], linewidth=0
+        )
     axes.text(0.006, 0.033, "option of most bytes", transform=axes.transAxes, color="white", fontsize=8, va="center")
     axes.set_xlim(values[0], values[-1])
     axes.set_xlabel(f"{sweep.name}, {sweep.unit}" if sweep.name != "workers" else "workers")

@@ -278,7 +278,12 @@ def _plan_fields(plan: Plan, layers: Sequence[Layer]) -> dict[str, Any]:
         counts = options.setdefault(
             str(group.option),
             {"groups": 0, "layers": 0, "numel": 0, "dense_bytes": 0, "wire_bytes": 0}
-            | {"codec": codec.name, "scheme": str(group.option.scheme), "density": codec.density or 1.0},
+            | {
+                "text": group.option.describe(),
+                "codec": codec.name,
+                "scheme": str(group.option.scheme),
+                "density": codec.density or 1.0,
+            },
         )
         added = (1, len(group.layers), group.numel, group.dense_bytes, group.wire_bytes)
         for name, number in zip(("groups", "layers", "numel", "dense_bytes", "wire_bytes"), added, strict=True):

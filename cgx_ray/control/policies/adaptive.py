@@ -43,7 +43,15 @@ from cgx_ray.control.policies.policy import (
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Given, Option, Scheme, make_plan
 from cgx_ray.planner.candidates import codec_cost_of, offloaded
-from cgx_ray.planner.fidelity import PERIOD_LOSSES, Fidelity, codecs_of, describe_costs, loss_of, periods_of
+from cgx_ray.planner.fidelity import (
+    PERIOD_LOSSES,
+    Fidelity,
+    codecs_of,
+    describe_costs,
+    expected_loss,
+    loss_of,
+    periods_of,
+)
 from cgx_ray.planner.joint import BestPlan, best_plan
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.planner.prediction import PlannedGroup, Prediction, groups_of, period_of, predict
@@ -64,6 +72,8 @@ MAX_OVERSTATED = 300.0
 # An option in force may exceed the error that `min_gain` allows by this share; another one must stay below it by this
 # share. Mean gains scatter by about 0.02 around 0.8, which is a tenth of the error.
 GAIN_MARGIN = 0.1
+# Difference of two efficiencies that no reader sees.
+ROUNDING = 5e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +156,7 @@ class Adaptive(Policy):
         is_other = best.groups != current.groups
         if is_other and self._may_stay(situation, current) and not self._is_worth(situation, current, found):
             kept, other = current.describe_options(), best.describe_options()
-            what, least = other if other != kept else "another grouping", _least_improvement(current, planner_input)
+            what, least = other if other != kept else "other groups", _least_improvement(current, planner_input)
             best, reason = current, f"{cause}: kept {kept}; {what} would be less than {least:.0%} better"
         return situation.decision(best, reason, dense=found.dense)
 
@@ -306,10 +316,12 @@ def _describe_best(found: BestPlan, planner_input: PlannerInput) -> str:
     if best.is_dense:
         return f"nothing beats dense; predicted {dense_s:.3f} s per step, bound by {found.dense.bound_by}"
     assert best.efficiency is not None
-    text = (
-        f"{best.describe_options()}; predicted {best_s:.3f} s per step (dense {dense_s:.3f} s), keeps "
-        f"{best.efficiency:.1%} of its progress"
-    )
+    # Errors may be larger than in the runs that measured the loss: then the gain counts, which is smaller.
+    loss = expected_loss((option.codec for option in best.options), best.period)
+    kept = f"a step counts as {best.efficiency:.1%} of a dense one"
+    if loss is not None and best.efficiency >= 1 / loss - ROUNDING:
+        kept = f"expected loss {loss:.3f} of dense"
+    text = f"{best.describe_options()}; predicted {best_s:.3f} s per step (dense {dense_s:.3f} s), {kept}"
     costs = describe_costs([option.codec for option in best.options], best.period)
     text = f"{text}; {costs}" if costs else text
     gap = f"{found.gap:.1%}"
