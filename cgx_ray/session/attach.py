@@ -224,13 +224,14 @@ def _started(engine: Engine | ShardedEngine, settings: Settings | None, journal:
     """Return what begins now. `settings`: None if a plan was given, and nothing decides."""
     plan, size = engine.plan, ""
     if isinstance(engine, Engine):
-        size = f" with {sum(layer.dense_bytes for layer in engine.layers) / 1e6:.3g} MB of gradients"
+        size = f", {sum(layer.dense_bytes for layer in engine.layers) / 1e6:.3g} MB,"
     policy = ""
     if settings is not None and settings.decides:
         fidelity = getattr(settings.policy, "fidelity", None)
         policy = f"policy {type(settings.policy).__name__.lower()}{f' ({fidelity})' if fidelity else ''} begins "
+    num_layers = format_count(sum(len(group.layers) for group in plan.groups), "layer")
     return (
-        f"{format_count(sum(len(group.layers) for group in plan.groups), 'layer')}{size} on {plan.world_size} ranks; "
+        f"gradients of {num_layers}{size} go through cgx_ray on {plan.world_size} ranks; "
         f"{policy}{plan.describe()}; {f'journal: {journal}' if journal is not None else 'no journal: give folder='}"
     )
 

@@ -254,7 +254,7 @@ def test_the_report_draws_a_run_that_still_trains(runs, tmp_path):
     ("file", "line", "message"),
     [
         (None, None, "is no folder; give that of a run"),
-        ("steps.jsonl", "", "holds no decision, neither in decisions.jsonl, which a run with CGXConfig"),
+        ("steps.jsonl", "", "holds no decision and no step, neither in decisions.jsonl, which a run with CGXConfig"),
         ("other.jsonl", None, "holds no links; give the file that `cgx-ray lab run --events` wrote"),
     ],
 )
@@ -370,5 +370,5 @@ def test_a_folder_with_neither_a_run_nor_a_demo_is_one_error_that_names_both_fil
     done = CliRunner().invoke(main, ["report", str(tmp_path), *files])
     assert done.exit_code == 1
     output = done.output.replace("\n", " ")
-    assert f"{tmp_path} holds no decision, neither in decisions.jsonl" in output
+    assert f"{tmp_path} holds no decision and no step, neither in decisions.jsonl" in output
     assert "such as a demo's adaptive/decisions.jsonl" in output
