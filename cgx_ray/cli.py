@@ -33,7 +33,7 @@ _COMMANDS = {
 }
 
 
-@click.group(cls=MainGroup, places=_COMMANDS)
+@click.group(cls=MainGroup, places=_COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="cgx-ray")
 def main() -> None:
     """Adaptive gradient compression for Ray Train and PyTorch DDP."""

@@ -268,7 +268,7 @@ def test_what_cannot_be_drawn_is_one_clear_error(tmp_path, file, line, message):
     words = ["--events", str(run_dir / file)] if file == "other.jsonl" else []
     files = ["--plot", str(tmp_path / "x.png"), "--html", str(tmp_path / "x.html")]
     done = CliRunner().invoke(main, ["report", str(run_dir), *files, *words])
-    assert done.exit_code == 1, done.output
+    assert done.exit_code == 2, done.output
     assert message in done.output.replace("\n", " ")
     assert not (tmp_path / "x.png").exists()
 
@@ -368,7 +368,7 @@ def test_the_report_of_a_demo_without_its_dense_run_draws_the_adaptive_one(tmp_p
 def test_a_folder_with_neither_a_run_nor_a_demo_is_one_error_that_names_both_files(tmp_path):
     files = ["--plot", str(tmp_path / "x.png"), "--html", str(tmp_path / "x.html")]
     done = CliRunner().invoke(main, ["report", str(tmp_path), *files])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     output = done.output.replace("\n", " ")
     assert f"{tmp_path} holds no decision and no step, neither in decisions.jsonl" in output
     assert "such as a demo's adaptive/decisions.jsonl" in output
