@@ -294,7 +294,7 @@ def test_what_cannot_be_planned_is_one_clear_error(
         ("plan --model vgg16 --workers 4 --latency 1ms --bandwidth 1gbps --plot {0}/x.foo", "ends in .png, .pdf, .svg"),
         (
             "plan --model vgg16 --workers 4 --latency 1ms --bandwidth 1gbps --plot {0}/file/x/y.png",
-            "{0}/file is no folder",
+            "{0}/file/x is no folder",
         ),
         ("profile --out {0}/none/p.json", "{0}/none is no folder"),
         ("profile-model train.py:build --out {0}/none/x.csv", "{0}/none is no folder"),
