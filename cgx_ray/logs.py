@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import TextIO
 
 from cgx_ray.errors import ConfigError
 
@@ -24,6 +25,14 @@ class _Formatter(logging.Formatter):
         return f"{NAME}{level}: {super().format(record)}"
 
 
+class _Handler(logging.StreamHandler[TextIO]):
+    """Leaves the lines to the handlers that the program sets up later, if it does."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            super().emit(record)
+
+
 def show_lines() -> None:
     """Have the lines of this process shown. A second call changes nothing. Raises ConfigError for an unknown level."""
     logger = logging.getLogger(NAME)
@@ -37,6 +46,6 @@ def show_lines() -> None:
         return
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
-    handler = logging.StreamHandler()
+    handler = _Handler()
     handler.setFormatter(_Formatter())
     logger.addHandler(handler)
