@@ -33,6 +33,8 @@ class Fidelity(StrEnum):
         return 1.01 if self is Fidelity.STRICT else 1.05
 
 
+# Difference of two efficiencies that no reader sees.
+ROUNDING = 5e-4
 # Loss over dense's of ranks that average every so many steps, of a small transformer, mean of one to four runs of 400
 # and 600 steps (docs/log/2026-11-26.md, entry 92). Larger models and longer trainings lose less, see docs/period.md.
 PERIOD_LOSSES: Mapping[int, float] = {2: 1.009, 4: 1.012, 8: 1.026, 16: 1.037, 32: 1.044}
@@ -55,6 +57,18 @@ def expected_loss(codecs: Iterable[CodecSpec], period: int) -> float | None:
     """Return the largest `loss_of` of `codecs`, at least 1; None if one was not measured."""
     loss = max((loss_of(codec, period) for codec in codecs), default=1.0)
     return None if math.isinf(loss) else max(loss, 1.0)
+
+
+def describe_kept(codecs: Iterable[CodecSpec], period: int, efficiency: float) -> str:
+    """Return in words what a plan is expected to lose.
+
+    That is its measured loss, unless its errors are larger than in the runs that measured it: then its steps count as
+    `efficiency` of dense ones, which is less.
+    """
+    loss = expected_loss(codecs, period)
+    if loss is not None and efficiency >= 1 / loss - ROUNDING:
+        return f"expected loss {loss:.3f} of dense"
+    return f"a step counts as {efficiency:.1%} of a dense one"
 
 
 def periods_of(fidelity: Fidelity | str) -> tuple[int, ...]:

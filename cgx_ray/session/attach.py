@@ -215,7 +215,7 @@ def _attach(
         logger.warning(
             "attach got no codec in a Ray Train run without CGXConfig: %s for the whole run, and nothing adapts; give "
             "TorchTrainer torch_config=cgx_ray.CGXConfig(), or give attach a codec",
-            settings.policy,
+            settings.policy.option.describe() if isinstance(settings.policy, Static) else settings.policy,
         )
     return attachment
 

@@ -48,7 +48,7 @@ from cgx_ray.planner.fidelity import (
     Fidelity,
     codecs_of,
     describe_costs,
-    expected_loss,
+    describe_kept,
     loss_of,
     periods_of,
 )
@@ -72,8 +72,6 @@ MAX_OVERSTATED = 300.0
 # An option in force may exceed the error that `min_gain` allows by this share; another one must stay below it by this
 # share. Mean gains scatter by about 0.02 around 0.8, which is a tenth of the error.
 GAIN_MARGIN = 0.1
-# Difference of two efficiencies that no reader sees.
-ROUNDING = 5e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,11 +314,7 @@ def _describe_best(found: BestPlan, planner_input: PlannerInput) -> str:
     if best.is_dense:
         return f"nothing beats dense; predicted {dense_s:.3f} s per step, bound by {found.dense.bound_by}"
     assert best.efficiency is not None
-    # Errors may be larger than in the runs that measured the loss: then the gain counts, which is smaller.
-    loss = expected_loss((option.codec for option in best.options), best.period)
-    kept = f"a step counts as {best.efficiency:.1%} of a dense one"
-    if loss is not None and best.efficiency >= 1 / loss - ROUNDING:
-        kept = f"expected loss {loss:.3f} of dense"
+    kept = describe_kept((option.codec for option in best.options), best.period, best.efficiency)
     text = f"{best.describe_options()}; predicted {best_s:.3f} s per step (dense {dense_s:.3f} s), {kept}"
     costs = describe_costs([option.codec for option in best.options], best.period)
     text = f"{text}; {costs}" if costs else text
