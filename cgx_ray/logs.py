@@ -25,7 +25,7 @@ class _Formatter(logging.Formatter):
         return f"{NAME}{level}: {super().format(record)}"
 
 
-class _Handler(logging.StreamHandler[TextIO]):
+class _LinesHandler(logging.StreamHandler[TextIO]):
     """Leaves the lines to the handlers that the program sets up later, if it does."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -46,6 +46,6 @@ def show_lines() -> None:
         return
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
-    handler = _Handler()
+    handler = _LinesHandler()
     handler.setFormatter(_Formatter())
     logger.addHandler(handler)

@@ -39,14 +39,14 @@ def connect(address: str) -> None:
             socket.create_connection((host, int(port)), timeout=PORT_TIMEOUT_S).close()
         handler = signal.getsignal(signal.SIGTERM)
         with _standard_error() as said:
-            _wait(_Attempt(address), said, address)
+            _wait(_Connecting(address), said, address)
         # Ray's own one ends the process inside its C++ code, which aborts.
         signal.signal(signal.SIGTERM, handler)
     except OSError as error:
         raise ConfigError(f"no Ray cluster at {address!r} ({error}); start one, or give its --address") from error
 
 
-class _Attempt:
+class _Connecting:
     """A call of `ray.init` in a thread of its own, since nothing can end it."""
 
     def __init__(self, address: str) -> None:
@@ -62,7 +62,7 @@ class _Attempt:
             self.error = error
 
 
-def _wait(attempt: _Attempt, said: Callable[[], str], address: str) -> None:
+def _wait(attempt: _Connecting, said: Callable[[], str], address: str) -> None:
     """Wait for the connection. `said`: what Ray has logged so far."""
     end_s = time.monotonic() + RAY_TIMEOUT_S
     while attempt.thread.is_alive():

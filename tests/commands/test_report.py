@@ -239,11 +239,15 @@ def test_the_report_draws_a_run_that_still_trains(runs, tmp_path):
     _, adaptive = runs
     with (adaptive.run_dir / "decisions.jsonl").open("a") as file:
         file.write('{"event": "deci')
-    picture = tmp_path / "pictures" / "report.png"
+    picture = tmp_path / "report.png"
     page = tmp_path / "report.html"
     done = CliRunner().invoke(main, ["report", str(adaptive.run_dir), "--plot", str(picture), "--html", str(page)])
     assert done.exit_code == 0, done.output
-    cut, said = done.output.splitlines()
+    verdict, cut, said = done.output.splitlines()
+    assert (
+        verdict
+        == "cgx_ray: 0 steps under qsgd:bits=4,bucket_size=128 over sra: too few to say how fast dense would be."
+    )
     assert cut.startswith(f"{adaptive.run_dir / 'decisions.jsonl'}: the last line is cut, and left out: ")
     assert cut in page.read_text()
     assert said == f"2 decisions, 1 for another plan; picture: {picture}; report: {page}"
@@ -351,7 +355,12 @@ def test_the_report_of_a_demo_draws_its_adaptive_run_beside_the_dense_one(runs, 
     page = tmp_path / "report.html"
     done = CliRunner().invoke(main, ["report", str(tmp_path), "--plot", str(picture), "--html", str(page)])
     assert done.exit_code == 0, done.output
-    assert done.output == f"2 decisions, 1 for another plan; picture: {picture}; report: {page}\n"
+    verdict, said = done.output.splitlines()
+    assert verdict.startswith("cgx_ray: 3.2x faster than dense ("), verdict
+    assert verdict.endswith(" instead of 1.75 s per step); qsgd:bits=4,bucket_size=128 over sra since step 23."), (
+        "as the dense run measured it"
+    )
+    assert said == f"2 decisions, 1 for another plan; picture: {picture}; report: {page}"
     pixels = matplotlib.image.imread(picture)[..., :3]
     for name, color in (("dense", (0xD5, 0x5E, 0x00)), ("adaptive", (0x00, 0x72, 0xB2))):
         num_pixels = int((np.abs(pixels * 255 - color).max(axis=-1) < 2).sum())

@@ -126,6 +126,12 @@ def test_a_dense_run_says_why() -> None:
     assert "70% of a step is not compute" in run.verdict()
 
 
+def test_a_journal_of_an_old_version_says_nothing_of_the_loss() -> None:
+    start = started(QSGD, "static")
+    del start["plan"]["expected_loss"]
+    assert totals(start, progress(0, 9, 1.0, 2.0)).verdict().endswith(f"{QSGD} from the first step on")
+
+
 def test_too_few_steps_are_no_verdict() -> None:
     said = "1 step under dense: too few to say how fast dense would be"
     assert totals(started(), progress(0, 1, 1.0, None)).verdict() == said

@@ -60,10 +60,15 @@ def _cut(text: str, room: int) -> str:
 
 
 class _InForce(NamedTuple):
-    """A plan in words. `loss`: expected over dense's, None if it was not measured."""
+    """A plan in words.
+
+    loss      expected over dense's, None if it was not measured
+    has_loss  False in journals of old versions, which say nothing of it
+    """
 
     plan: str
     loss: float | None
+    has_loss: bool
 
     @property
     def is_dense(self) -> bool:
@@ -111,7 +116,7 @@ class RunTotals:
 
     def _take_plan(self, plan: Mapping[str, Any]) -> None:
         if "version" in plan:
-            self._plans[plan["version"]] = _InForce(plan["plan"], plan.get("expected_loss"))
+            self._plans[plan["version"]] = _InForce(plan["plan"], plan.get("expected_loss"), "expected_loss" in plan)
 
     def _set_plan(self, plan: str, step: int | None) -> None:
         if plan != self.plan or step == 0:
@@ -181,8 +186,8 @@ class RunTotals:
     def _about_plan(self) -> list[str]:
         since = f"since step {self.since}" if self.since else "from the first step on"
         loss = self.expected_loss
-        if self.plan == DENSE:
-            return [f"{DENSE} {since}"]
+        if self.plan == DENSE or not any(one.has_loss for one in self._plans.values()):
+            return [f"{self.plan} {since}"]
         cost = f"expected loss {loss:.3f} of {DENSE}" if loss is not None else "its cost in loss was not measured"
         return [f"{self.plan} {since}", cost]
 
