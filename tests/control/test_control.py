@@ -72,7 +72,12 @@ def test_every_decision_is_journalled_with_its_prediction_and_then_its_outcome(t
     assert decision["event"] == "decision"
     whole = {"groups": 2, "layers": 3, "numel": 5_001_000, "dense_bytes": 20_004_000, "wire_bytes": 20_004_000}
     dense = {"text": "dense", "codec": "none", "scheme": "dense", "density": 1.0}
-    assert decision["old"] == {"version": 0, "plan": "dense", "options": {"dense": {**whole, **dense}}}
+    assert decision["old"] == {
+        "version": 0,
+        "plan": "dense",
+        "expected_loss": 1.0,
+        "options": {"dense": {**whole, **dense}},
+    }
     qsgd = "qsgd:bits=4,bucket_size=128 over sra"
     assert (decision["new"]["version"], decision["new"]["plan"]) == (1, "qsgd 4-bit over sra")
     options = {name: (one["groups"], one["layers"], one["numel"]) for name, one in decision["new"]["options"].items()}
@@ -304,8 +309,8 @@ def test_a_full_disk_costs_lines_and_says_so_once(tmp_path: Path, caplog: pytest
     (tmp_path / "blocked").write_text("")
     log = Journal(tmp_path / "blocked" / "decisions.jsonl")
     with caplog.at_level(logging.WARNING):
-        log.write({"event": "decision"})
-        log.write({"event": "decision"})
+        log.write({"event": "end"})
+        log.write({"event": "end"})
     assert log.num_errors == 2
     assert len(caplog.records) == 1
     assert "training goes on" in caplog.text
