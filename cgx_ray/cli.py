@@ -10,6 +10,7 @@ from cgx_ray.commands.lazy import MainGroup
 
 _COMMANDS = {
     "collective": ("cgx_ray.commands.collective:collective", "Compare collectives for a top-k gradient on a link."),
+    "compare": ("cgx_ray.commands.compare:compare", "Compare two runs: time per step, loss and plans side by side."),
     "demo": (
         "cgx_ray.commands.demo:demo",
         "Train a small GPT, dense and under a policy, on a network that slows down.",
@@ -32,7 +33,7 @@ _COMMANDS = {
 }
 
 
-@click.group(cls=MainGroup, places=_COMMANDS)
+@click.group(cls=MainGroup, places=_COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="cgx-ray")
 def main() -> None:
     """Adaptive gradient compression for Ray Train and PyTorch DDP."""

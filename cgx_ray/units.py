@@ -17,6 +17,7 @@ _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _RATES = {prefix + unit: size for prefix, size in _PREFIXES.items() for unit in ("bit", "bits", "bit/s", "bps")}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _BYTES = {"b": 1.0, "kb": 1e3, "mb": 1e6}
+_ELEMENTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 _SHARES = {"": 1.0, "%": 1e-2}
 
 
@@ -36,6 +37,11 @@ def parse_seconds(name: str, text: str) -> float:
 def parse_bytes(name: str, text: str) -> int:
     """Return the bytes of "250kb", which are 250,000."""
     return round(_parse(name, text, _BYTES, "a number and b, kb or mb, such as 250kb"))
+
+
+def parse_elements(name: str, text: str) -> int:
+    """Return the elements of "25M", which are 25,000,000, or of "25000000"."""
+    return round(_parse(name, text, _ELEMENTS, "a number, or one of k, M or B, such as 25M"))
 
 
 def parse_share(name: str, text: str) -> float:

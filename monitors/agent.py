@@ -13,6 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
+from cgx_ray.logs import show_lines
 from cgx_ray.monitors.guarded_server import Address
 from cgx_ray.monitors.node_metrics import NodeMetrics
 from cgx_ray.monitors.node_monitor import LATENCY_INTERVAL_S, MAX_KEPT_STEPS, NodeMonitor
@@ -51,6 +52,7 @@ class NodeAgent(NodeMonitor):
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Listen on `host`. Raises OSError if it is not an address of this node."""
+        show_lines()
         super().__init__(node_id, host, interval_s=interval_s, latency_interval_s=latency_interval_s, clock=clock)
         self._run_name, self._run_id = run_name, run_id
         self._metrics = NodeMetrics(RaySink(), run_name, run_id)

@@ -24,7 +24,8 @@ LABELS = {
     RUN_ID: "Ray Train's id of the run; empty without Ray",
     RANK: "rank in the run",
     "phase": "compute, encode, exchange, decode or between (steps)",
-    "codec": "name of the codec, without parameters; `sharded` for FSDP2 models. For `cgx_ray_gain`, codec or option",
+    "codec": "name of the codec, without parameters; `dense` without one, `sharded` for FSDP2 models. For "
+    "`cgx_ray_gain`, codec or option",
     "scheme": "name of the scheme; `sharded` for FSDP2 models",
     "density": "density of top-k",
     "peer": "id of a node",

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from cgx_ray.monitors.export import PHASES, RANK, RUN, RUN_ID, Sink
 from cgx_ray.monitors.sample import CURVE_DENSITIES, HostLoad, StepSample, Transfer
-from cgx_ray.plan import CodecSpec
+from cgx_ray.plan import CodecSpec, spoken
 
 
 class OptionNames(NamedTuple):
@@ -101,7 +101,7 @@ class NodeMetrics:
             for one in step.transfers:
                 transfers[one.codec, one.scheme, step.num_steps].append(one)
         for (codec, scheme, in_round), sent in transfers.items():
-            names = OptionNames(_spec(codec).name, scheme)
+            names = OptionNames(_name(codec), scheme)
             wire_bytes[names] += sum([one.sent_bytes for one in sent])
             dense_bytes[names] += in_round * sum([one.dense_bytes for one in sent])
         for name, counts in (("steps", num_steps), ("wire_bytes", wire_bytes), ("dense_bytes", dense_bytes)):
@@ -109,6 +109,16 @@ class NodeMetrics:
                 self._sink.increase(f"cgx_ray_{name}", count, {**labels, **names._asdict()})
         self._sink.increase("cgx_ray_non_finite_steps", sum(not step.is_finite for step in steps), labels)
         self._sink.increase("cgx_ray_weight_checks", sum(step.weight_drift == 0 for step in steps), labels)
+
+
+# Looked up for each sample.
+_spoken = lru_cache(maxsize=1024)(spoken)
+
+
+def _name(codec: str) -> str:
+    """Return the codec's name, without parameters; "dense" without one, as everywhere that people read."""
+    name = _spec(codec).name
+    return "dense" if name == "none" else name
 
 
 @lru_cache(maxsize=1024)
@@ -124,7 +134,7 @@ def _main_option(step: StepSample) -> OptionNames:
     for one in step.transfers:
         numels[one.codec, one.scheme] += one.numel
     codec, scheme = max(numels, key=lambda option: numels[option])
-    return OptionNames(_spec(codec).name, scheme)
+    return OptionNames(_name(codec), scheme)
 
 
 def _gauges(steps: list[StepSample]) -> dict[_Gauge, float]:
@@ -154,7 +164,7 @@ def _gauges(steps: list[StepSample]) -> dict[_Gauge, float]:
         # Options that are not in use are left out: they would be a dozen time series per codec and rank.
         codecs = {name: gain for name, gain in step.gain.items() if " over " not in name}
         found = {**codecs, **step.kept}
-        gauges.update({("cgx_ray_gain", (("codec", name),)): gain for name, gain in found.items()})
+        gauges.update({("cgx_ray_gain", (("codec", _spoken(name)),)): gain for name, gain in found.items()})
     return gauges
 
 
@@ -164,7 +174,7 @@ def _plan_gauges(step: StepSample) -> dict[_Gauge, float]:
     encoded_bytes = sum(one.wire_bytes for one in step.transfers)
     if not numel or not encoded_bytes:
         return {}
-    groups = Counter(OptionNames(_spec(one.codec).name, one.scheme) for one in step.transfers)
+    groups = Counter(OptionNames(_name(one.codec), one.scheme) for one in step.transfers)
     kept = sum(one.numel * (_spec(one.codec).density or 1.0) for one in step.transfers)
     return {
         ("cgx_ray_compression_ratio", ()): step.num_steps * step.dense_bytes / encoded_bytes,

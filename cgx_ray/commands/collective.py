@@ -13,7 +13,7 @@ from cgx_ray.plan import CodecSpec, Scheme
 from cgx_ray.planner.cost import Link, exchange_s
 from cgx_ray.planner.papers.flexible import allgather_tree_s, artopk_tree_s
 from cgx_ray.report.show import new_table, write_json
-from cgx_ray.units import parse_rate, parse_seconds
+from cgx_ray.units import parse_elements, parse_rate, parse_seconds, parse_share
 
 
 def parse_link(latency: str, bandwidth: str) -> Link:
@@ -75,19 +75,21 @@ def compare_schemes(*, numel: int, density: float, num_workers: int, link: Link)
 
 
 @click.command()
-@click.option("--numel", type=int, required=True, help="Elements of the gradient, float32.")
-@click.option("--density", type=float, required=True, help="Fraction of elements that is sent, in (0, 1].")
+@click.option("--numel", required=True, help="Elements of the gradient, float32, such as 25M or 25000000.")
+@click.option("--density", required=True, help="Share of elements that is sent, such as 1% or 0.01.")
 @click.option("--workers", type=int, required=True)
 @click.option("--latency", required=True, help="Latency one way, such as 4ms or 50us.")
 @click.option("--bandwidth", required=True, help="Bandwidth of each worker's link, such as 10gbps or 100mbit.")
 @json_option()
-def collective(numel: int, density: float, workers: int, latency: str, bandwidth: str, json_path: str | None) -> None:
+def collective(numel: str, density: str, workers: int, latency: str, bandwidth: str, json_path: str | None) -> None:
     """Compare collectives for a top-k gradient on a link.
 
     Prints the predicted milliseconds of each: for the algorithms of the literature, and as cgx_ray implements them.
     """
     link = parse_link(latency, bandwidth)
-    result = compare_schemes(numel=numel, density=density, num_workers=workers, link=link)
+    result = compare_schemes(
+        numel=parse_elements("numel", numel), density=parse_share("density", density), num_workers=workers, link=link
+    )
     table = new_table(f"fastest: {result.scheme}", "scheme", "literature, ms", "here, ms")
     for scheme, cost_ms in sorted(result.costs_ms.items(), key=lambda item: item[1]):
         table.add_row(scheme, f"{cost_ms:.2f}", f"{result.ours_ms[scheme]:.2f}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from cgx_ray.commands.options import console_for, json_option
-from cgx_ray.commands.report import write_page
+from cgx_ray.commands.report import verdict, write_page
 from cgx_ray.demo.engine_overhead import measure_overhead
 from cgx_ray.demo.run import DECIDING, DemoOptions, run_demo
 from cgx_ray.demo.summary import make_rows, print_summary
@@ -91,6 +91,8 @@ def _run(options: DemoOptions, json_path: str | None, *, num_bench_rounds: int) 
     )
     plot_runs(records, picture, title=title)
     write_page(options.out / "report.html", title, records)
+    if result.decided is not None:
+        print_line(console, f"cgx_ray: {verdict(result.decided, result.dense)}.", style="bold")
     print_line(console, f"picture: {picture}; report: {options.out / 'report.html'}")
     if json_path is None:
         return

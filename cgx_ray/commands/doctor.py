@@ -32,6 +32,9 @@ MIN_SHARED_BYTES = 24 << 20
 # Clock sources that are read without a system call.
 FAST_CLOCKS = frozenset({"tsc", "kvm-clock", "hyperv_clocksource_tsc_page", "arch_sys_counter"})
 
+# Exists where NVIDIA's driver is loaded.
+_GPU_DRIVER = Path("/proc/driver/nvidia/version")
+
 
 class Use(StrEnum):
     DEMO = "demo"
@@ -64,7 +67,8 @@ class Finding:
 def doctor(json_path: str | None) -> None:
     """Say what this machine has, what is missing, and how to get it.
 
-    The exit status is the sum of 1 if the demo cannot work, 2 if training on CPUs cannot, 4 if training on GPUs cannot.
+    The exit status is the sum of 1 if the demo cannot work, 2 if training on CPUs cannot, 4 if this machine has a GPU
+    and training on it cannot.
     """
     findings = [finding for look in CHECKS for finding in look()]
     console = console_for(json_path)
@@ -73,7 +77,12 @@ def doctor(json_path: str | None) -> None:
     if json_path is not None:
         rows = [asdict(finding) | {"needed_for": sorted(finding.needed_for)} for finding in findings]
         write_json(json_path, {"findings": rows, "works": {use.value: use not in broken for use in Use}})
-    sys.exit(exit_status(broken))
+    sys.exit(exit_status(broken if has_gpu() else broken - {Use.GPU}))
+
+
+def has_gpu() -> bool:
+    """Return whether this machine has an NVIDIA GPU, with or without what uses it."""
+    return _GPU_DRIVER.exists() or any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def broken_uses(findings: Iterable[Finding]) -> frozenset[Use]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import signal
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
 AGAIN_S = 0.05
+
+
+class _NotAllowed(click.ClickException):
+    """A value that is not allowed; the exit status is click's own for an option."""
+
+    exit_code = 2
 
 
 class LazyGroup(click.Group):
@@ -42,6 +49,16 @@ class LazyGroup(click.Group):
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = difflib.get_close_matches(args[0], self.places, n=1)
+            error.message += f" Did you mean {near[0]!r}?" if near else ""  # type: ignore[misc]
+            raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -91,7 +108,8 @@ class MainGroup(LazyGroup):
             error.message = printable_lines(error.message)  # type: ignore[misc]
             raise
         except CGXError as error:
-            raise click.ClickException(printable_lines(str(error))) from error
+            shown = _NotAllowed if isinstance(error, ValueError) else click.ClickException
+            raise shown(printable_lines(str(error))) from error
         except OSError as error:
             if error.filename is None:
                 raise

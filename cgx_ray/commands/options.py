@@ -25,18 +25,14 @@ class _OutFile(click.Path):
         path = super().convert(value, param, ctx)
         if path == STANDARD_OUTPUT:
             return path
-        folder = self.folder(Path(os.fsdecode(path)))
+        folder = Path(os.fsdecode(path)).parent
         if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
             self.fail(f"{value} cannot be written: {folder} is no folder to write to; give another", param, ctx)
         return path
 
-    def folder(self, path: Path) -> Path:
-        """Return the folder that must exist."""
-        return path.parent
-
 
 class _Picture(_OutFile):
-    """A picture to write; missing folders above it are made."""
+    """A picture to write."""
 
     suffixes = (".png", ".pdf", ".svg")
 
@@ -47,9 +43,6 @@ class _Picture(_OutFile):
         if Path(value).suffix not in self.suffixes:
             self.fail(f"{value} is no picture; give a name that ends in {', '.join(self.suffixes)}", param, ctx)
         return super().convert(value, param, ctx)
-
-    def folder(self, path: Path) -> Path:
-        return next(folder for folder in path.absolute().parents if folder.exists())
 
 
 FILE = _OutFile(Path)

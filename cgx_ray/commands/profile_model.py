@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import runpy
 import sys
@@ -87,6 +88,12 @@ def load_target(target: str, input_shape: str | None = None) -> tuple[nn.Module,
     build = _import(place).get(name)
     if not callable(build):
         raise ConfigError(f"{place} has no function {name!r}; give one that returns {_RETURNS}")
+    try:
+        inspect.signature(build).bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"{target} takes arguments ({error}); give a function without, which returns {_RETURNS}"
+        ) from None
     match build():
         case nn.Module() as model:
             if input_shape is None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import click
 
-from cgx_ray.commands.options import FILE, console_for, plot_option
+from cgx_ray.commands.options import FILE, console_for, json_option, plot_option
 from cgx_ray.commands.plan.decision_steps import decision_steps
+from cgx_ray.control.journal.sentences import RunTotals
 from cgx_ray.errors import ConfigError
-from cgx_ray.report.live_view import broken_note
+from cgx_ray.report.live_view import broken_note, plan_in_force
 from cgx_ray.report.picture import plot_runs
 from cgx_ray.report.record import RunRecord, load_run
-from cgx_ray.report.run_facts import spans, world_size
+from cgx_ray.report.run_facts import last_loss, mean_step_s, num_changes, prediction_errors, spans, world_size
 from cgx_ray.report.run_page import Extras, report_page
-from cgx_ray.report.show import print_line, whole_file
+from cgx_ray.report.show import print_line, whole_file, write_json
 from cgx_ray.units import format_count
 
 
@@ -28,34 +31,101 @@ from cgx_ray.units import format_count
 )
 @click.option("--html", type=FILE, default="report.html", show_default=True, help="File of the page.")
 @click.option("--price", type=click.FloatRange(min=0), help="US dollars per hour and worker, for the cost of the run.")
+@click.option("--open", "opens", is_flag=True, help="Open the page in a browser.")
+@json_option("verdict, plan, times and expected loss of each run")
 @plot_option("report.png")
-def report(run_dir: Path, events: Path | None, html: Path, price: float | None, plot: Path) -> None:
+def report(
+    run_dir: Path,
+    events: Path | None,
+    html: Path,
+    price: float | None,
+    opens: bool,
+    json_path: str | None,
+    plot: Path,
+) -> None:
     """Explain a run: where its time went, its decisions and predictions, and what to try next.
 
     RUN is the folder <storage path>/<run name> of a run with CGXConfig, or a folder of several runs, such as a demo's,
-    which are compared. Training may still go on. Writes a page that works offline, and a picture.
+    which are compared. Training may still go on. Prints the verdict; writes a page that works offline, and a picture.
     """
-    folder = run_dir.resolve()
+    folder, console = run_dir.resolve(), console_for(json_path)
     records = _read_runs(folder, events)
+    decided = [record for record in records if record.starts or record.decisions]
+    for record in decided:
+        name = f"{record.name}: " if len(decided) > 1 else ""
+        print_line(console, f"cgx_ray: {name}{verdict(record, _dense_of(records))}.", style="bold")
     plot_runs(records, plot, title=f"{folder.name}: {world_size(records[-1])} workers")
     write_page(html, folder.name, records, usd_per_hour=price)
-    console = console_for(None)
     for record in records:
         for note in (*broken_note(record.broken), *record.cut, *filter(None, [record.clipped])):
             print_line(console, note)
-    decided = [record for record in records if record.decisions]
     counts = [f"{f'{one.name}: ' if len(decided) > 1 else ''}{_decisions_of(one)}" for one in decided]
     print_line(console, f"{'; '.join(counts)}; picture: {plot}; report: {html}")
+    if json_path is not None:
+        write_json(json_path, {"runs": [describe_run(record, _dense_of(records)) for record in records]})
+    if opens:
+        click.launch(html.resolve().as_uri())
+
+
+def totals_of(record: RunRecord) -> RunTotals:
+    """Return the sums over the run's steps that its verdict is made of."""
+    totals = RunTotals()
+    for line in sorted((*record.starts, *record.decisions, *record.progress), key=lambda line: line["time"]):
+        totals.add_line(line)
+    return totals
+
+
+def verdict(record: RunRecord, dense: RunRecord | None) -> str:
+    """Return what the run has brought, beside the run `dense` if there is one; "" for one without a journal."""
+    if not record.starts and not record.decisions:
+        return ""
+    return totals_of(record).verdict(_beside(record, dense))
+
+
+def _beside(record: RunRecord, dense: RunRecord | None) -> tuple[float, float] | None:
+    """Return the mean seconds of a step of both, None without `dense`."""
+    if dense is None or dense is record:
+        return None
+    step_s, dense_s = mean_step_s(spans(record)), mean_step_s(spans(dense))
+    return (step_s, dense_s) if step_s and dense_s else None
+
+
+def _dense_of(records: Sequence[RunRecord]) -> RunRecord | None:
+    return next((record for record in records if record.name == "dense"), None)
+
+
+def describe_run(record: RunRecord, dense: RunRecord | None = None) -> dict[str, Any]:
+    """Return the run for JSON. `dense`: a run without compression beside it."""
+    totals, beside, found = totals_of(record), _beside(record, dense), spans(record)
+    errors = prediction_errors(record)
+    speed_up = beside[1] / beside[0] if beside is not None else totals.speed_up
+    step_s = mean_step_s(found)
+    return {
+        "name": record.name,
+        "verdict": verdict(record, dense) or None,
+        "plan": plan_in_force(record),
+        "since_step": totals.since if record.starts or record.decisions else None,
+        "num_steps": sum(span.num_steps for span in found),
+        "step_s": step_s,
+        "dense_step_s": step_s * speed_up if step_s is not None and speed_up is not None else None,
+        "speed_up": speed_up,
+        "is_predicted": beside is None and totals.is_predicted,
+        "expected_loss": totals.expected_loss,
+        "loss": last_loss(record),
+        "validation_loss": record.end["validation_loss"] if record.end is not None else None,
+        "num_decisions": len(record.decisions),
+        "num_new_plans": num_changes(record),
+        "prediction_error": median(map(abs, errors)) if errors else None,
+    }
 
 
 def _decisions_of(record: RunRecord) -> str:
-    num_plans = sum(line["kind"] != "keep" for line in record.decisions)
-    return f"{format_count(len(record.decisions), 'decision')}, {num_plans} for another plan"
+    return f"{format_count(len(record.decisions), 'decision')}, {num_changes(record)} for another plan"
 
 
 def write_page(path: Path, title: str, records: Sequence[RunRecord], *, usd_per_hour: float | None = None) -> None:
     """Write the report of `records` as one HTML file."""
-    extras = Extras(usd_per_hour=usd_per_hour, timelines=decision_steps)
+    extras = Extras(usd_per_hour=usd_per_hour, timelines=decision_steps, verdict=verdict)
     with whole_file(path) as new:
         new.write_text(report_page(title, records, extras), encoding="utf-8")
 
@@ -68,11 +138,11 @@ def _read_runs(folder: Path, events: Path | None) -> list[RunRecord]:
     records = [record]
     if not record.decisions and not record.starts:
         records = _runs_below(folder, events)
-    if not records or not records[-1].decisions:
+    if not records or not (records[-1].decisions or spans(records[-1])):
         skipped = "".join(f"; {note}" for note in broken_note(record.broken))
         raise ConfigError(
-            f"{folder} holds no decision, neither in decisions.jsonl, which a run with CGXConfig(policy='adaptive') "
-            "writes, nor in a folder below it, such as a demo's adaptive/decisions.jsonl. With a remote storage path, "
+            f"{folder} holds no decision and no step, neither in decisions.jsonl, which a run with CGXConfig writes, "
+            "nor in a folder below it, such as a demo's adaptive/decisions.jsonl. With a remote storage path, "
             f"decisions.jsonl is in ~/ray_results/<run name> on the node of Ray's train controller{skipped}"
         )
     if events is not None and not records[-1].network:

@@ -41,18 +41,20 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
     """Watch a running training: ranks, links, plan and decisions, until it ends.
 
     RUN is the name of a run on the cluster, which may be left out if there is only one, or the folder <storage
-    path>/<run name>, which needs no cluster.
+    path>/<run name>, which needs no cluster. Waits for a run that has not begun.
     """
     console = Console()
     if run is not None and Path(run).is_absolute() and not Path(run).is_dir():
         raise ConfigError(f"no such folder: {run}; give <storage path>/<run name>, or the name of a run on the cluster")
     record = RunRecord(Path(run).resolve()) if run is not None and Path(run).is_dir() else None
-    views = _views_of_record(record) if record is not None else _views_of_run(run, address)
+    if record is None:
+        connect(address)
+    views = _views_of_record(record) if record is not None else _views_of_run(run, waits=not once)
     last: LiveView | None = None
     with make_screen(console) as screen:
         for view in views:
             last = view if view is not None else last
-            screen.update([last] if last is not None else [], "waiting for the training's first step")
+            screen.update([last] if last is not None else [], f"waiting for {run or 'a run'} to begin; Ctrl-C ends")
             if once and last is not None:
                 break
             if once and record is not None:
@@ -87,10 +89,14 @@ def _views_of_record(record: RunRecord) -> Iterator[LiveView | None]:
             return
 
 
-def _views_of_run(name: str | None, address: str) -> Iterator[LiveView | None]:
-    """Yield what the run's controllers answer until the run ends; None before its workers have registered."""
-    connect(address)
+def _views_of_run(name: str | None, *, waits: bool) -> Iterator[LiveView | None]:
+    """Yield what the run's controllers answer until the run ends; None before its workers have registered.
+
+    waits  for a run that is not on the cluster yet; else that is a ConfigError
+    """
     actor_name: str | None
+    while waits and (name not in _running() if name is not None else not _running()):
+        yield None
     name, actor_name = _find(name)
     missing_s: float | None = None
     while True:

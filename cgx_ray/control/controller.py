@@ -19,6 +19,7 @@ from cgx_ray.control.journal.facts import LoopFacts
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.loop_process import LoopProcess, LoopStart, News
 from cgx_ray.control.policies.policy import Policy
+from cgx_ray.logs import show_lines
 from cgx_ray.monitors.controller_metrics import ControllerMetrics
 from cgx_ray.monitors.ray_sink import RaySink
 from cgx_ray.monitors.sample import Fault
@@ -66,7 +67,7 @@ class Controller:
         nodes: Sequence[str] = (),
     ) -> None:
         """Arguments are those of `LoopStart`."""
-        logging.basicConfig(level=logging.INFO)
+        show_lines()
         self._metrics = ControllerMetrics(RaySink(), run_name, run_id)
         self._plans: tuple[Plan, ...] = ()
         # By node, what its reports were answered since the last one: the node to probe, or an error.

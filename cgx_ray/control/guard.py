@@ -56,7 +56,7 @@ def return_home(state: WorkerGroupState, measuring: MeasuringSteps) -> Decision:
     """Return the decision to end `measuring`."""
     measured = state.known()
     predicted = predict(measured, groups_of(measuring.home, state.layers))
-    what = "dense is measured" if measuring.codec is None else f"{measuring.codec} is timed"
+    what = "dense is measured" if measuring.codec is None else f"{measuring.codec.describe()} is timed"
     return Decision(
         kind="replace",
         plan=replace(measuring.home, version=state.plan.last_version + 1, lease=None),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cgx_ray.control.journal.sentences import RunTotals
 from cgx_ray.control.learned.learned_errors import LearnedErrors
 from cgx_ray.control.learned.measured import dense_groups, is_dense
 from cgx_ray.control.trial.bans import Bans
@@ -25,7 +26,7 @@ from cgx_ray.planner.prediction import Measured
 logger = logging.getLogger(__name__)
 
 # Rises when `History` changes, so that a snapshot of another version is not misread.
-SNAPSHOT_FORMAT = 8
+SNAPSHOT_FORMAT = 9
 # Newest plans that are handed over. Ranks and leases refer to the last two or three.
 KEPT_PLANS = 8
 # Raised by a pickle that is cut or changed.
@@ -83,6 +84,7 @@ class History:
     """The newest plans and all that was learned, see `GainWatch` for `gain_ratios`.
 
     learned, registration  None before the first measurements and before the first worker group
+    totals                 over the steps of the whole run
     num_faults             errors that ended the training on a rank, by rank and kind
     """
 
@@ -91,6 +93,7 @@ class History:
     learned: Learned | None = None
     registration: Registration | None = None
     num_faults: Mapping[tuple[int, str], int] = field(default_factory=dict)
+    totals: RunTotals = field(default_factory=RunTotals)
 
 
 class Snapshot:

@@ -37,12 +37,17 @@ class LiveState:
         self._latency_s: dict[str, Mapping[str, float]] = {}
         self._loads: dict[str, tuple[float, float, float | None]] = {}
         self._node_of: dict[int, str] = {}
+        # By the clocks of nodes, of the first and the newest sample.
+        self._first_s: float | None = None
+        self._last_s = 0.0
 
     def add_sample(self, sample: NodeSample) -> None:
         for step in sample.steps:
             self._ranks.update(dict.fromkeys(step.ranks, step))
             self._node_of.update(dict.fromkeys(step.ranks, sample.node_id))
         host = sample.host
+        self._first_s = sample.time_s if self._first_s is None else self._first_s
+        self._last_s = sample.time_s
         self._latency_s[sample.node_id] = sample.latency_s
         self._loads[sample.node_id] = host.sent_bytes_per_s, host.received_bytes_per_s, host.neighbour_bytes_per_s
 
@@ -57,6 +62,7 @@ class LiveState:
             "nodes": [self._node_fields(node_id) for node_id in self._loads],
             "bandwidth_gbps": [8e-9 * value for value in (rate.low, rate.value, rate.high)] if rate else None,
             "speed_up": facts.speed_up,
+            "elapsed_s": max(self._last_s - self._first_s, 0.0) if self._first_s is not None else None,
             "latency_ms": facts.latency_s * 1e3 if facts.latency_s is not None else None,
             "slow_ranks": sorted(facts.slow_ranks),
             "silent_ranks": sorted(facts.silent_ranks),

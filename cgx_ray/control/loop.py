@@ -35,10 +35,11 @@ from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.journal.facts import CauseKind, LoopFacts
 from cgx_ray.control.journal.lines import Journal, MadeBy, decision_entry, outcome_entry
 from cgx_ray.control.journal.progress import Progress
+from cgx_ray.control.journal.sentences import decision_line, report_hint
 from cgx_ray.control.journal_events import JournalEvents
 from cgx_ray.control.learned.evidence import Evidence, Verdict, verdict
 from cgx_ray.control.live_state import LiveState
-from cgx_ray.control.policies.policy import MAX_SLOWDOWN, Decision, PlannerInput, Policy, Situation
+from cgx_ray.control.policies.policy import MAX_SLOWDOWN, Decision, PlannerInput, Policy, Situation, Static
 from cgx_ray.control.trial.measuring_steps import COMPARED, NUM_MEASURING_STEPS, MeasuringSteps, codec_trial
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import Fault, NodeSample
@@ -83,6 +84,7 @@ class ControlLoop:
         self._policy = policy
         self._journal = journal
         self._earlier = history or History()
+        journal.totals = self._earlier.totals
         self.plans = list(self._earlier.plans)
         self._registration = self._earlier.registration
         self._events = JournalEvents(journal, nodes, self._earlier.num_faults)
@@ -102,6 +104,7 @@ class ControlLoop:
             learned=learned or self._earlier.learned,
             registration=self._registration,
             num_faults=dict(self._events.num_faults),
+            totals=self._journal.totals,
         )
 
     def register(self, registration: Registration, now_s: float = 0.0, time_s: float = 0.0) -> Plan:
@@ -172,8 +175,7 @@ class ControlLoop:
         try:
             sample = pickle.loads(report)
             self._live.add_sample(sample)
-            for decision in self.observe(sample, now_s):
-                logger.info("%s: %s", decision.kind, decision.reason)
+            self.observe(sample, now_s)
             return self.next_probe(node_id, now_s)
         except Exception as error:
             if type(error) not in self._logged:
@@ -231,10 +233,15 @@ class ControlLoop:
         self._events.fault(fault, time_s)
 
     def end(self, time_s: float) -> History:
-        """End the worker group at `time_s`, in seconds since 1970; return its history.
+        """End the worker group at `time_s`, in seconds since 1970; return its history. Log the verdict.
 
         Reports that still come change nothing: the journal has its last line.
         """
+        if not self.is_ended and self._state is not None:
+            for line in self._progress.last_lines(time_s, self._state.facts):
+                self._journal.write(line)
+            if self._journal.totals.num_all:
+                logger.info("%s. %s", self._journal.totals.verdict(), report_hint(self._journal.path.parent))
         self.is_ended = True
         self._events.end(self._last_step, time_s)
         return self.history()
@@ -303,7 +310,7 @@ class ControlLoop:
         if measuring.codec is not None:
             state.steps.learn_trial(measuring.codec, measured)
             measured = state.known()
-            asked = self._situation(state, f"{measuring.codec} is timed", measuring.home, measured, at)
+            asked = self._situation(state, f"{measuring.codec.describe()} is timed", measuring.home, measured, at)
             decision = self._ask(state, asked, at)
             if decision is not None and decision.kind == "replace":
                 return self._apply(state, decision, measured, at, "policy", "excursion_ended", asked=asked)
@@ -330,7 +337,7 @@ class ControlLoop:
 
     def _decide(self, state: WorkerGroupState, at: _When) -> Decision | None:
         """Ask the policy if there is a cause, and time a codec if it changes nothing."""
-        measured = state.measured()
+        measured = state.measured() if not isinstance(self._policy, Static) else None
         cause = state.cause(at.step, at.now_s, measured, self._policy.review_s) if measured is not None else None
         if measured is None or cause is None:
             return None
@@ -422,6 +429,9 @@ class ControlLoop:
             time_s=at.time_s,
         )
         self._journal.write(entry)
+        codec = state.measuring.codec if state.measuring is not None else None
+        level = logging.DEBUG if decision.kind == "keep" else logging.INFO
+        logger.log(level, "%s", decision_line(entry, codec.describe() if codec is not None else None))
         return decision
 
     def _leased(self, state: WorkerGroupState, decision: Decision, at: _When) -> Plan:

@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from logging.handlers import QueueHandler
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from cgx_ray.control.journal.lines import QueuedJournal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.policy import Policy
 from cgx_ray.errors import CGXError
+from cgx_ray.logs import NAME
 from cgx_ray.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -83,10 +85,12 @@ class News(NamedTuple):
 
     plans  in the snapshot, oldest first, if there is a new one
     facts  for the metrics, with the number of lines that the journal has lost
+    logged records for the log of the controller's process, as its logging is set up
     """
 
     plans: tuple[Plan, ...] | None = None
     facts: tuple[LoopFacts, int] | None = None
+    logged: tuple[logging.LogRecord, ...] = ()
 
 
 class _Asked(NamedTuple):
@@ -139,7 +143,7 @@ class LoopProcess:
         self._asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         try:
             self._pipe.send(start)
-            on_news(self._pipe.recv())
+            self._take(self._pipe.recv())
         except (EOFError, OSError) as error:
             status = self._process.wait()
             if status < 0:
@@ -193,7 +197,7 @@ class LoopProcess:
         try:
             while (received := self._received()) is not None:
                 news, done = received
-                self._on_news(news)
+                self._take(news)
                 for one in done:
                     self._end_call(one)
         except Exception:
@@ -204,6 +208,14 @@ class LoopProcess:
                 self._calls.popitem()[1].set_exception(CGXError(f"the control loop has ended: {self._after}"))
         if not self._is_closing:
             self._on_end()
+
+    def _take(self, news: News) -> None:
+        """Log what the process has logged, and hand on its news."""
+        for record in news.logged:
+            its = logging.getLogger(record.name)
+            if its.isEnabledFor(record.levelno):
+                its.handle(record)
+        self._on_news(news)
 
     def _received(self) -> tuple[News, list[_Done]] | None:
         """Return what the process sends next, None if it has ended."""
@@ -236,11 +248,16 @@ class LoopProcess:
 
 def main() -> None:
     """Do what the controller asks for, until it ends."""
-    logging.basicConfig(level=logging.INFO)
     pipe = Connection(int(sys.argv[1]))
+    # The controller's process shows them, by its own levels.
+    logged: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    own = logging.getLogger(NAME)
+    own.addHandler(QueueHandler(logged))
+    own.setLevel(logging.DEBUG)
+    own.propagate = False
     received: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, received), daemon=True).start()
-    kept = _KeptLoop(pickle.loads(received.get()))
+    kept = _KeptLoop(pickle.loads(received.get()), logged)
     # What the imports have made stays.
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -252,7 +269,7 @@ def main() -> None:
             calls = []
         done = [kept.do(pickle.loads(asked)) for asked in calls]
         kept.loop.watch_samples(time.monotonic(), time.time())
-        if done:
+        if done or not logged.empty():
             pipe.send((kept.news(time.monotonic()), done))
 
 
@@ -268,7 +285,9 @@ def _listen(pipe: Connection, received: queue.SimpleQueue[bytes]) -> None:
 class _KeptLoop:
     """The loop with its files: a snapshot has each plan before any rank may get it."""
 
-    def __init__(self, start: LoopStart) -> None:
+    def __init__(self, start: LoopStart, logged: queue.SimpleQueue[logging.LogRecord]) -> None:
+        """`logged`: records of this process, for the news."""
+        self._logged = logged
         self._journal = QueuedJournal(start.journal_path)
         self._snapshot = Snapshot(start.snapshot_path)
         own = self._snapshot.read()
@@ -308,4 +327,4 @@ class _KeptLoop:
         if self.loop.is_registered and now_s >= self._facts_s + METRICS_INTERVAL_S:
             self._facts_s = now_s
             facts = self.loop.facts(), self._journal.num_errors
-        return News(plans, facts)
+        return News(plans, facts, tuple(self._logged.get() for _ in range(self._logged.qsize())))

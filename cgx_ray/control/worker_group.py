@@ -28,13 +28,13 @@ from cgx_ray.control.learned.measured import (
 from cgx_ray.control.network.changes import SlowRanks, StepTimeChanges, network_cause
 from cgx_ray.control.network.known_network import KnownNetwork
 from cgx_ray.control.network.recent_links import RecentLinks
-from cgx_ray.control.policies.policy import MAX_SLOWDOWN, REVIEW_S, Decision, Policy
+from cgx_ray.control.policies.policy import MAX_SLOWDOWN, REVIEW_S, Decision, Policy, Static
 from cgx_ray.control.trial.bans import Bans
 from cgx_ray.control.trial.measuring_steps import MeasuringSteps
 from cgx_ray.control.trial.outcome import PendingOutcome, PlanRecord
 from cgx_ray.control.trial.steps_beside_predictions import SURPRISE, StepsBesidePredictions
 from cgx_ray.monitors.sample import NodeSample, NodeStep
-from cgx_ray.plan import MAX_PERIOD, STEPS_TOGETHER, Option, Plan
+from cgx_ray.plan import MAX_PERIOD, STEPS_TOGETHER, Option, Plan, spoken
 from cgx_ray.planner.bits import bits_of
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.prediction import Measured, groups_of
@@ -83,10 +83,8 @@ class WorkerGroupState:
         self.failed: str | None = None
         self.decided: Measured | None = None
         self.pending: PendingOutcome | None = None
-        self.bans = Bans()
-        self.counts = DecisionCounts()
-        self.network = KnownNetwork()
-        self.links = RecentLinks()
+        self.bans, self.counts = Bans(), DecisionCounts()
+        self.network, self.links = KnownNetwork(), RecentLinks()
         self.gains = KnownGains(plan, gain_ratios, learned.measured.gain if learned is not None else {})
         self.losses = KnownLosses(self.layers, bits_of(option.codec for option in policy.options))
         self._max_error = policy.max_error
@@ -95,8 +93,9 @@ class WorkerGroupState:
         self.loss = LossTrend()
         self._registration = registration
         self._joiner = StepJoiner(plan.world_size)
-        self._slow_ranks = SlowRanks(plan.world_size)
-        self._changes = StepTimeChanges()
+        self._slow_ranks, self._changes = SlowRanks(plan.world_size), StepTimeChanges()
+        # Without them nothing is decided. The plan of a `Static` is compared with dense only.
+        self._needs_gains = not isinstance(policy, Static)
         self._recent: list[JoinedStep] = []
         # Versions of the plan in force, on trial and permanent, and whether an outcome of it is known.
         self._versions, self._is_judged = {plan.version}, False
@@ -244,7 +243,7 @@ class WorkerGroupState:
             self.steps.compute_changed()
         untimed = self.steps.learn(measured, now_s)
         if untimed:
-            self._news = Cause("step_time", f"{', '.join(sorted(untimed))} timed in steps")
+            self._news = Cause("step_time", f"{', '.join(map(spoken, sorted(untimed)))} timed in steps")
         # Predictions are made in another way from now on.
         self._changes.restart_ratio()
 
@@ -373,7 +372,7 @@ class WorkerGroupState:
         if any(step.plan_version not in self._versions for step in recent):
             # Before the first step of a new plan, the groups that were measured are those of the plan before.
             return None
-        if len(recent) < LINK_STEPS or rate is None or not self.gains.gain:
+        if len(recent) < LINK_STEPS or rate is None or (self._needs_gains and not self.gains.gain):
             return None
         between = Link(alpha_s=self.network.latency_s or self.network.probed_s, beta_s_per_byte=1 / rate.value)
         inside, device_sums = inside_of(recent[-1].inside)
@@ -438,6 +437,7 @@ class WorkerGroupState:
             measured_step_s=median(step.step_s for step in self._recent) if self._recent else None,
             predicted_dense_step_s=self._predicted_dense_s,
             dense_step_s=self.steps.dense_s(measured) if measured is not None else None,
+            is_dense_measured=measured is not None and self.steps.baseline.is_of(measured.network.between),
             speed_up=self.speed_up,
             prediction_error=self._prediction_error,
             plan_version=self.plan.version,

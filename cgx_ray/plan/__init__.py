@@ -24,6 +24,7 @@ from cgx_ray.plan.option import (
     carries,
     options_of,
     preferred_scheme,
+    spoken,
 )
 from cgx_ray.plan.plan import (
     DEFAULT_GROUP_BYTES,
@@ -89,6 +90,7 @@ __all__ = [
     "preferred_scheme",
     "record_of",
     "register_codec",
+    "spoken",
     "usable_records",
     "value_bytes",
     "whole",

@@ -17,6 +17,13 @@ WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.00390625)
 
 # Always part of a codec's text; other parameters only if they differ from the default.
 _PRINCIPAL = ("bits", "bucket_size", "density", "rank", "ratio")
+# How people say these values, see `CodecSpec.describe`.
+_SPOKEN = {
+    "bits": "{}-bit".format,
+    "density": lambda share: f"{100 * share:.3g} %",
+    "rank": "rank {}".format,
+    "ratio": "1 of {:g}".format,
+}
 _NOTHING: Mapping[str, Any] = {}
 _T = TypeVar("_T")
 
@@ -133,6 +140,22 @@ class CodecSpec:
         """Return the elements that codec prefix sends."""
         assert self.ratio is not None
         return math.ceil(numel / self.ratio)
+
+    def describe(self) -> str:
+        """Return the codec as people say it, without defaults: "qsgd 4-bit", "topk 1 %"; "dense" for none.
+
+        The only source of this name. `str` has the text that `parse` reads.
+        """
+        if self.name == "none":
+            return "dense"
+        known = self.record.parameters
+        words = [_SPOKEN[key](value) for key, value in self.parameters.items() if key in _SPOKEN]
+        words += [
+            f"{key}={value}"
+            for key, value in self.parameters.items()
+            if key not in _SPOKEN and value != known[key].default
+        ]
+        return " ".join([self.name, *words])
 
     def __str__(self) -> str:
         known = self.record.parameters

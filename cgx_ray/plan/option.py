@@ -160,10 +160,28 @@ class Option:
 
         Followed by `" on cpu"` if offloaded, by `", dense inside nodes"` if not flat.
         """
-        text = "dense" if self.scheme is Scheme.DENSE else f"{self.codec} over {self.scheme}"
+        return self._text(str(self.codec))
+
+    def describe(self) -> str:
+        """Return the same as people say it: `"qsgd 4-bit over sra"`; uncompressed `"dense"` or `"dense over sra"`."""
+        return self._text(self.codec.describe())
+
+    def _text(self, codec: str) -> str:
+        text = "dense" if self.scheme is Scheme.DENSE else f"{codec} over {self.scheme}"
         if self.device == Device.CPU:
             return text + _ON_HOST
         return text if self.intra is Intra.FLAT else f"{text}, {self.intra} inside nodes"
+
+
+def spoken(text: str) -> str:
+    """Return the text of a codec or an option, as `str` makes it, as people say it; any other text as it is."""
+    name, on_host = text.removesuffix(_ON_HOST), text.endswith(_ON_HOST)
+    try:
+        is_option = name == Scheme.DENSE or " over " in name
+        said = Option.parse(name).describe() if is_option else CodecSpec.parse(name).describe()
+    except ConfigError:
+        return text
+    return said + _ON_HOST * on_host
 
 
 def _member(words: type[_Word], word: str, text: str) -> _Word:

@@ -97,7 +97,7 @@ class Lease:
     fallback: Plan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan:
     """All groups of one model and their options. A later plan has a higher version.
 
@@ -172,7 +172,7 @@ class Plan:
                 )
 
     def describe(self) -> str:
-        """Return the option that most of the compressed groups use: `"qsgd:bits=4,bucket_size=128 over sra"`.
+        """Return the option that most of the compressed groups use: `"qsgd 4-bit over sra"`.
 
         If groups compress in several ways, the number of the others follows: `"... over sra and 1 other"`. A period of
         more than 1 comes last: `"..., every 8 steps"`.
@@ -180,11 +180,18 @@ class Plan:
         every = [group.option for group in self.groups]
         compressed = [option for option in every if option.codec != NONE]
         candidates = compressed or [option for option in every if option.scheme is not Scheme.DENSE] or every
-        text = str(max(dict.fromkeys(candidates), key=candidates.count, default=DENSE))
+        text = max(dict.fromkeys(candidates), key=candidates.count, default=DENSE).describe()
         others = len(set(compressed)) - 1
         if others > 0:
             text += f" and {others} other{'s' if others > 1 else ''}"
         return text if self.period == 1 else f"{text}, every {self.period} steps"
+
+    def __repr__(self) -> str:
+        num_layers = sum(len(group.layers) for group in self.groups)
+        return (
+            f"<Plan {self.version}: {self.describe()}; {num_layers} layers in {len(self.groups)} groups, "
+            f"{self.world_size} ranks>"
+        )
 
     def to_json(self) -> str:
         return json.dumps(self._fields())

@@ -33,6 +33,8 @@ class Fidelity(StrEnum):
         return 1.01 if self is Fidelity.STRICT else 1.05
 
 
+# Difference of two efficiencies that no reader sees.
+ROUNDING = 5e-4
 # Loss over dense's of ranks that average every so many steps, of a small transformer, mean of one to four runs of 400
 # and 600 steps (docs/log/2026-11-26.md, entry 92). Larger models and longer trainings lose less, see docs/period.md.
 PERIOD_LOSSES: Mapping[int, float] = {2: 1.009, 4: 1.012, 8: 1.026, 16: 1.037, 32: 1.044}
@@ -49,6 +51,24 @@ def loss_of(codec: CodecSpec, period: int) -> float:
     """Return the measured loss over dense's of `codec` in rounds of `period` steps: their product; inf if unknown."""
     cost = codec.record.losses.get(str(codec))
     return period_loss(period) * (cost.worst if cost is not None else 1.0 if codec == NONE else math.inf)
+
+
+def expected_loss(codecs: Iterable[CodecSpec], period: int) -> float | None:
+    """Return the largest `loss_of` of `codecs`, at least 1; None if one was not measured."""
+    loss = max((loss_of(codec, period) for codec in codecs), default=1.0)
+    return None if math.isinf(loss) else max(loss, 1.0)
+
+
+def describe_kept(codecs: Iterable[CodecSpec], period: int, efficiency: float) -> str:
+    """Return in words what a plan is expected to lose.
+
+    That is its measured loss, unless its errors are larger than in the runs that measured it: then its steps count as
+    `efficiency` of dense ones, which is less.
+    """
+    loss = expected_loss(codecs, period)
+    if loss is not None and efficiency >= 1 / loss - ROUNDING:
+        return f"expected loss {loss:.3f} of dense"
+    return f"a step counts as {efficiency:.1%} of a dense one"
 
 
 def periods_of(fidelity: Fidelity | str) -> tuple[int, ...]:
@@ -100,7 +120,7 @@ def describe_costs(codecs: Iterable[CodecSpec], period: int = 1) -> str:
 def _describe_cost(codec: CodecSpec) -> str:
     cost = codec.record.losses.get(str(codec))
     if cost is not None:
-        return f"{codec} was measured to end up to {cost.worst - 1:.1%} above dense's loss"
+        return f"{codec.describe()} was measured to end up to {cost.worst - 1:.1%} above dense's loss"
     if codec.density is not None:
         # A smaller density costs more.
         measured = {CodecSpec.parse(text).density or 0.0: one for text, one in codec.record.losses.items()}
@@ -108,7 +128,7 @@ def _describe_cost(codec: CodecSpec) -> str:
         if smaller:
             density = max(smaller)
             return (
-                f"{codec} was not measured, density {density:g} ended up to {measured[density].worst - 1:.1%} above "
-                "dense's loss"
+                f"{codec.describe()} was not measured, density {density:g} ended up to "
+                f"{measured[density].worst - 1:.1%} above dense's loss"
             )
-    return f"what {codec} costs in loss was not measured"
+    return f"what {codec.describe()} costs in loss was not measured"

@@ -265,12 +265,12 @@ class Prediction:
         return tuple(sorted(counts, key=lambda option: (option.codec == NONE, -counts[option], str(option))))
 
     def describe_options(self) -> str:
-        """Return `"5x qsgd:bits=4,bucket_size=128 over sra, 2x dense"` or `"dense"`, and the period if it is not 1."""
+        """Return `"5x qsgd 4-bit over sra, 2x dense"` or `"dense"`, and the period if it is not 1."""
         every = f", every {self.period} steps" if self.period > 1 else ""
         if len(self.options) == 1:
-            return f"{self.options[0]}{every}"
+            return f"{self.options[0].describe()}{every}"
         counts = Counter(group.option for group in self.groups)
-        return ", ".join(f"{counts[option]}x {option}" for option in self.options) + every
+        return ", ".join(f"{counts[option]}x {option.describe()}" for option in self.options) + every
 
     def describe(self) -> str:
         """Return `describe_options` after the number of groups, such as `"7 groups: dense"`; of one group without."""

@@ -21,8 +21,8 @@ from cgx_ray.untrusted import printable
 _COLORS = dict(zip(PARTS, ("green", "magenta", "red", "blue"), strict=True))
 _PLAIN_INTERVAL_S = 5.0
 _BAR_WIDTH = 30
-# Ranks that are shown one by one: the slowest.
-_SHOWN_RANKS = 8
+# Ranks that are shown one by one, the slowest, and links: a view fits 24 lines.
+_SHOWN_RANKS, _SHOWN_LINKS = 4, 5
 
 
 class Screen(Protocol):
@@ -108,6 +108,7 @@ def plain_line(view: LiveView) -> str:
         f"{view.name}: step {_step_of(view)}",
         f"loss {view.loss:.3f}" if view.loss is not None else "",
         f"{slowest.step_s:.2f} s/step{f' ({split})' if split else ''}",
+        *view.pace[1:],
         view.speed or "",
         view.plan or "",
         *view.links[:1],
@@ -125,17 +126,18 @@ def draw_view(view: LiveView) -> Panel:
         bar = Table.grid(padding=(0, 1))
         bar.add_row(ProgressBar(total=view.num_steps, completed=done, width=_BAR_WIDTH), f"{done}/{view.num_steps}")
         table.add_row("step", bar)
+        if view.loss is not None:
+            table.add_row("loss", f"{view.loss:.3f}")
     elif view.step is not None:
-        table.add_row("step", str(view.step))
-    if view.loss is not None:
-        table.add_row("loss", f"{view.loss:.3f}")
+        loss = (f"loss {view.loss:.3f}",) if view.loss is not None else ()
+        table.add_row("step", ", ".join((str(view.step), *view.pace, *loss)))
     if view.plan is not None:
         table.add_row("plan", Text(printable(view.plan), style="bold"))
     if view.speed is not None:
         table.add_row("speed", view.speed)
     if view.ranks:
         table.add_row("ranks", _ranks(view.ranks))
-    for index, link in enumerate(view.links if view.is_running else ()):
+    for index, link in enumerate(_shown_links(view.links) if view.is_running else ()):
         table.add_row("" if index else "link", Text(printable(link)))
     if view.decisions:
         table.add_row("decided", _decisions(view.decisions))
@@ -143,6 +145,11 @@ def draw_view(view: LiveView) -> Panel:
         table.add_row("note", Text(printable(note), style="yellow"))
     title = Text(printable(view.name) + ("" if view.is_running else " (ended)"))
     return Panel(table, title=title, title_align="left", border_style="cyan" if view.is_running else "dim")
+
+
+def _shown_links(links: Sequence[str]) -> Sequence[str]:
+    num_more = len(links) - _SHOWN_LINKS
+    return [*links[: _SHOWN_LINKS - 1], f"and {num_more + 1} more nodes"] if num_more > 0 else links
 
 
 def _step_of(view: LiveView) -> str:
@@ -154,7 +161,8 @@ def _step_of(view: LiveView) -> str:
 def _ranks(ranks: Sequence[RankLine]) -> RenderableType:
     """Return a line per rank: its seconds, and a bar of their parts as long as its share of the slowest."""
     slowest_s = max(rank.step_s for rank in ranks)
-    shown = sorted(ranks, key=lambda rank: rank.step_s, reverse=True)[:_SHOWN_RANKS] if len(ranks) > 8 else ranks
+    slowest = sorted(ranks, key=lambda rank: rank.step_s, reverse=True)[:_SHOWN_RANKS]
+    shown = slowest if len(ranks) > _SHOWN_RANKS else ranks
     grid = Table.grid(padding=(0, 1))
     for rank in shown:
         name = Text(printable(f"{rank.name} {rank.node}".strip()), style="yellow" if rank.is_slow else "")
@@ -165,7 +173,7 @@ def _ranks(ranks: Sequence[RankLine]) -> RenderableType:
     legend = Text()
     for part in PARTS:
         mean_s = sum(rank.parts.get(part, 0.0) for rank in shown) / len(shown)
-        legend.append("█ ", style=_COLORS[part]).append(f"{part} {mean_s:.2g} s  ")
+        legend.append(f"{part} {mean_s:.2g} s  ", style=_COLORS[part])
     rows: list[RenderableType] = [grid, legend]
     if len(shown) < len(ranks):
         rows.append(Text(f"and {len(ranks) - len(shown)} faster ranks", style="dim"))

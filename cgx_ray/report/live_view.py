@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from cgx_ray.report.record import RunRecord, StepLine
@@ -11,11 +12,12 @@ from cgx_ray.units import format_bytes, format_rate
 
 PARTS = ("compute", "encode", "exchange", "decode")
 # Decisions that are shown.
-SHOWN_DECISIONS = 3
+SHOWN_DECISIONS = 2
 # Lines of the journal that are shown.
 _SHOWN_EVENTS = ("decision", "outcome", "progress")
-# Characters of a decision that are shown: three lines of 80 columns. The journal has the rest.
-SHOWN_CHARS = 190
+# Characters of a decision that are shown: two lines of 80 columns, so that a view has 24 lines. The journal has the
+# rest; the prediction has a line of its own.
+SHOWN_CHARS = 116
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,7 @@ class LiveView:
 
     num_steps  of the whole training; None if unknown
     speed      against dense, and the share of the time between steps, in words; None if both are unknown
+    elapsed_s  since the training began, None if unknown
     links      lines of text
     notes      what deserves attention, such as slow ranks or lines of files that were skipped
     """
@@ -62,9 +65,17 @@ class LiveView:
     plan: str | None = None
     ranks: tuple[RankLine, ...] = ()
     speed: str | None = None
+    elapsed_s: float | None = None
     links: tuple[str, ...] = ()
     decisions: tuple[DecisionLine, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def pace(self) -> tuple[str, ...]:
+        """Steps per second and seconds so far, in words; empty if unknown."""
+        step_s = max((rank.step_s for rank in self.ranks), default=0.0)
+        rate = [f"{1 / step_s:.3g} steps/s"] if step_s > 0 else []
+        return (*rate, *([f"{timedelta(seconds=round(self.elapsed_s))} elapsed"] if self.elapsed_s is not None else []))
 
 
 def view_of_record(record: RunRecord, *, num_steps: int | None = None, links: Sequence[str] = ()) -> LiveView:
@@ -90,6 +101,9 @@ def view_of_record(record: RunRecord, *, num_steps: int | None = None, links: Se
         plan=plan,
         ranks=ranks,
         speed=_speed(record.progress, record.progress[-1].get("speed_up") if record.progress else None),
+        elapsed_s=max((line["time"] for line in lines), default=record.start_time) - record.start_time
+        if lines
+        else None,
         links=tuple(links) or tuple(_estimated_links(record.progress[-1] if record.progress else None)),
         decisions=decision_lines(record.decisions, record.outcomes)[-SHOWN_DECISIONS:],
         notes=(*broken_note(record.broken), *drift_note(record.drifts), *_fault_note(record.faults)),
@@ -127,7 +141,9 @@ def view_of_controller(found: Mapping[str, Any]) -> LiveView:
             )
             for rank in found["ranks"]
         ),
+        loss=next((line["loss"] for line in reversed(by_event["progress"]) if line.get("loss") is not None), None),
         speed=_speed(by_event["progress"], found["speed_up"]),
+        elapsed_s=found.get("elapsed_s"),
         links=(*_estimated_links(found), *map(_node_line, found["nodes"])),
         decisions=decision_lines(by_event["decision"], by_event["outcome"])[-SHOWN_DECISIONS:],
         notes=tuple(notes),
@@ -190,7 +206,8 @@ def change_of(line: Mapping[str, Any]) -> str:
     """Return the old and the new plan of a decision."""
     if line["kind"] == "keep":
         return f"keep {line['new']['plan']}"
-    return f"{line['old']['plan']} -> {line['new']['plan']}"
+    old, new = line["old"]["plan"], line["new"]["plan"]
+    return f"{old} -> {new}" if old != new else f"{new}, other groups"
 
 
 def describe_decision(line: Mapping[str, Any]) -> str:
@@ -248,15 +265,16 @@ def _estimated_links(line: Mapping[str, Any] | None) -> list[str]:
     found = []
     if line["bandwidth_gbps"] is not None:
         low, value, high = (format_rate(float(f"{gbps * 1e9:.3g}")) for gbps in line["bandwidth_gbps"])
+        low = low.removesuffix(high.partition(" ")[2]).rstrip()
         found.append(f"{value} per rank (spread {low} to {high})")
     if line["latency_ms"] is not None:
-        found.append(f"{line['latency_ms']:.2g} ms of latency, one way")
+        found.append(f"{line['latency_ms']:.2g} ms one way")
     return [", ".join(found)] if found else []
 
 
 def _node_line(node: Mapping[str, Any]) -> str:
     ranks = ", ".join(map(str, node["ranks"])) or "-"
     sent, received = (format_bytes(round(node[f"{way}_bytes_per_s"])) for way in ("sent", "received"))
-    text = f"{node['node']} (ranks {ranks}): sends {sent}/s, receives {received}/s"
+    text = f"{node['node']} (ranks {ranks}): {sent}/s out, {received}/s in"
     others = node["neighbour_bytes_per_s"]
     return f"{text}, others {format_bytes(round(others))}/s" if others else text

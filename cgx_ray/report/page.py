@@ -6,6 +6,7 @@ Every text that is not of this module goes through `escape`: names of runs and f
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Sequence
 
 from cgx_ray.report.run_pictures import Picture
@@ -30,6 +31,7 @@ p { max-width: 70ch; margin: .5em 0; }
 .numbers div { background: var(--soft); border-radius: 8px; padding: 10px 12px; }
 .numbers dt { color: var(--dim); font-size: .85rem; }
 .numbers dd { margin: 0; font-size: 1.3rem; font-weight: 600; }
+.verdict { font-size: 1.15rem; font-weight: 600; }
 .next { border-left: 4px solid var(--mark); background: var(--soft); padding: 10px 14px; border-radius: 0 8px 8px 0; }
 .pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 430px), 1fr)); gap: 18px; }
 figure { margin: 0; min-width: 0; }
@@ -73,8 +75,9 @@ def heading(level: int, text: str) -> str:
 
 
 def paragraph(text: str, kind: str = "") -> str:
-    """Return a paragraph of class `kind`: "dim", "next" or none."""
-    return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
+    """Return a paragraph of class `kind`: "dim", "next", "verdict" or none. Text between backticks is code."""
+    shown = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+    return f'<p class="{kind}">{shown}</p>' if kind else f"<p>{shown}</p>"
 
 
 def numbers(pairs: Sequence[tuple[str, str]]) -> str:

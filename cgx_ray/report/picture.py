@@ -46,7 +46,7 @@ class _StepAxis:
         decided = any(line["time"] == self._start for line in record.decisions)
         first = "decision" if decided else "event of the network"
         self.label = "step" if record.steps else f"seconds since the first {first}"
-        ends = [self.at(line) for line in (*record.decisions, *record.outcomes)]
+        ends = [self.at(line) for line in (*record.decisions, *record.outcomes, *record.progress)]
         ends += [self.between(event.time) for event in record.network]
         ends += [line.step + 0.5 for line in record.steps]
         self.begin, self.end = min(ends), max(ends)
@@ -152,6 +152,10 @@ def _draw_step_time(axes: Axes, records: Sequence[RunRecord]) -> None:
         if record.steps:
             steps, seconds = [line.step for line in record.steps], [line.step_s for line in record.steps]
             axes.plot(steps, seconds, color=color, linewidth=1.4, marker="o", markersize=2.5, label=label(record.name))
+        elif record.progress and not record.outcomes:
+            at = [axis.at(line) for line in record.progress]
+            seconds = [line["step_s"] for line in record.progress]
+            axes.plot(at, seconds, color=color, linewidth=1.4, marker="o", markersize=2.5, label=label(record.name))
         elif record.outcomes:
             at = [axis.at(line) for line in record.outcomes]
             seconds = [line["measured_step_s"] for line in record.outcomes]

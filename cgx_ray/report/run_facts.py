@@ -8,9 +8,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from cgx_ray.report.live_view import outcomes_of
-from cgx_ray.report.record import SMOOTHED_STEPS, RunRecord
+from cgx_ray.report.record import SMOOTHED_STEPS, RunRecord, smooth_losses
 
-# Mean prediction error, either way, from which predictions deserve attention.
+# Usual prediction error, either way, from which predictions deserve attention.
 LARGE_ERROR = 0.2
 # Share of the step from which compute leaves little for compression to save.
 MOSTLY_COMPUTE = 0.85
@@ -155,6 +155,7 @@ def shares_by(name: str, record: RunRecord, found: Sequence[StepSpan]) -> dict[s
             if "dense_bytes" in option:
                 num_bytes = span.num_steps * option["dense_bytes"]
                 key = f"{100 * option[name]:.3g} %" if name == "density" else option[name]
+                key = "dense" if key == "none" else key
                 shares[key] = shares.get(key, 0.0) + num_bytes
                 total += num_bytes
     return {key: share / total for key, share in sorted(shares.items(), key=lambda one: -one[1])} if total else {}
@@ -200,6 +201,18 @@ def speed_up(record: RunRecord, dense: RunRecord | None) -> SpeedUp | None:
         )
     dense_s = sum(span.num_steps * span.step_s * (span.speed_up or 1.0) for span in known)
     return SpeedUp(ratio=dense_s / steps_s(known), known_by=known_by)
+
+
+def num_changes(record: RunRecord) -> int:
+    """Return the number of decisions for another plan."""
+    return sum(line["kind"] != "keep" for line in record.decisions)
+
+
+def last_loss(record: RunRecord) -> float | None:
+    """Return the training loss at the end, a mean over some steps; None if it was not reported."""
+    if record.steps:
+        return smooth_losses(record.steps)[-1]
+    return next((line["loss"] for line in reversed(record.progress) if line.get("loss") is not None), None)
 
 
 def duration_s(record: RunRecord) -> float:
@@ -248,11 +261,11 @@ def next_step(record: RunRecord, gained: SpeedUp | None) -> str:
             f"{len(reverts)} plans were slower than dense and taken back: run `cgx-ray profile` on these machines "
             "while they are busy as in training, to see which codecs cost more than they save."
         )
-    if errors and sum(errors) / len(errors) > LARGE_ERROR:
-        mean = sum(errors) / len(errors)
+    # The median: one decision that falls on a change of the network is off by much, and says nothing of the others.
+    if errors and median(errors) > LARGE_ERROR:
         return (
-            f"Predictions were off by {mean:.0%} on average: run `cgx-ray probe` to see whether the link carries other "
-            "traffic, and let the run train longer, as errors are learned."
+            f"Half of the predictions were off by {median(errors):.0%} or more: run `cgx-ray probe` to see whether the "
+            "link carries other traffic, and let the run train longer, as errors are learned."
         )
     if parts is not None and parts[1] + parts[3] > parts[2]:
         return (
@@ -262,7 +275,14 @@ def next_step(record: RunRecord, gained: SpeedUp | None) -> str:
     if gained is not None and gained.ratio < 1.1:
         return "Dense gradients are nearly as fast on this link: compression helps on a slower one or with more nodes."
     exchange = f" ({parts[2] / sum(parts):.0%} of the last steps)" if parts is not None and sum(parts) > 0 else ""
-    return (
-        f"The exchange is what is left to shorten{exchange}: try "
-        "fidelity='fast', which allows sparser codecs, and compare the loss."
-    )
+    return f"The exchange is what is left to shorten{exchange}: try {_next_fidelity(record)}, and compare the loss."
+
+
+def _next_fidelity(record: RunRecord) -> str:
+    """Return the level after that of an adaptive run, which its options show."""
+    policy = record.starts[-1]["policy"] if record.starts else {}
+    if policy.get("max_loss") is not None:
+        return "fidelity='fast', which allows sparser codecs and longer periods"
+    if len(policy.get("periods", ())) > 1:
+        return "candidates of your own"
+    return "fidelity='balanced', which allows what was measured within 5 % of dense's loss"

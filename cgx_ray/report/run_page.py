@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from statistics import median
 from typing import Any
 
 from cgx_ray.report import page
@@ -17,6 +18,7 @@ from cgx_ray.report.run_facts import (
     mean_parts,
     mean_step_s,
     next_step,
+    num_changes,
     prediction_errors,
     spans,
     speed_up,
@@ -36,10 +38,12 @@ class Extras:
     """Inputs of a report besides the files.
 
     usd_per_hour  price of one worker, None if it was not given
+    verdict       what a run has brought, in one line, given the dense run beside it; it needs the journal's totals
     timelines     draws the predicted steps before and after the decisions of a run; it needs the planner
     """
 
     usd_per_hour: float | None = None
+    verdict: Callable[[RunRecord, RunRecord | None], str] = lambda record, dense: ""
     timelines: Callable[[RunRecord], Sequence[Picture]] = lambda record: ()
 
 
@@ -77,7 +81,7 @@ def _comparison(records: Sequence[RunRecord], dense: RunRecord | None, extras: E
             format_seconds(duration_s(record)),
             f"{step_s:.3g} s" if step_s is not None else "-",
             f"{gained.ratio:.2f}x" if gained is not None else "-",
-            str(_num_changes(record)),
+            str(num_changes(record)),
             f"{loss:.4g}" if loss is not None else "-",
         ]
         rows.append(row + ([f"{cost:.4g}" if cost is not None else "-"] if extras.usd_per_hour is not None else []))
@@ -87,7 +91,10 @@ def _comparison(records: Sequence[RunRecord], dense: RunRecord | None, extras: E
 
 def _run(record: RunRecord, dense: RunRecord | None, extras: Extras, *, prefix: str, has_title: bool) -> list[str]:
     gained = speed_up(record, dense)
-    body = [page.heading(2, f"Run {record.name}" if has_title else "Summary"), page.paragraph(_what_and_where(record))]
+    body = [page.heading(2, f"Run {record.name}" if has_title else "Summary")]
+    if verdict := extras.verdict(record, dense):
+        body.append(page.paragraph(f"{verdict}.", kind="verdict"))
+    body.append(page.paragraph(_what_and_where(record)))
     body.append(page.numbers(_numbers(record, gained, extras)))
     if gained is not None:
         body.append(page.paragraph(f"The speed-up is {gained.known_by}."))
@@ -144,9 +151,9 @@ def _numbers(record: RunRecord, gained: SpeedUp | None, extras: Extras) -> list[
         pairs.append(("compute share", f"{parts[0] / sum(parts):.0%}"))
     if share := between_share(found):
         pairs.append(("share between steps", f"{share:.0%}"))
-    pairs.append(("decisions, new plans", f"{len(record.decisions)}, {_num_changes(record)}"))
+    pairs.append(("decisions, new plans", f"{len(record.decisions)}, {num_changes(record)}"))
     if errors:
-        pairs.append(("mean prediction error", f"{sum(map(abs, errors)) / len(errors):.0%}"))
+        pairs.append(("usual prediction error", f"{median(map(abs, errors)):.0%}"))
     if record.end is not None:
         pairs.append(("validation loss", f"{record.end['validation_loss']:.4g}"))
     cost = _cost(record, extras, world_size(record))
@@ -163,10 +170,6 @@ def _cost(record: RunRecord, extras: Extras, ranks: int | None) -> float | None:
     if extras.usd_per_hour is None or ranks is None:
         return None
     return extras.usd_per_hour * ranks * duration_s(record) / 3600
-
-
-def _num_changes(record: RunRecord) -> int:
-    return sum(line["kind"] != "keep" for line in record.decisions)
 
 
 def _decisions(record: RunRecord) -> str:
@@ -195,7 +198,7 @@ def _plan(plan: Mapping[str, Any]) -> str:
     total = max(1, sum(option.get("dense_bytes", 0) for _, option in options))
     rows = []
     for name, option in options:
-        row = [name, str(option["groups"]), str(option["layers"])]
+        row = [option.get("text", name), str(option["groups"]), str(option["layers"])]
         if "dense_bytes" in option:
             row += [f"{option['dense_bytes'] / total:.1%}", format_bytes(option["dense_bytes"])]
             row += [format_bytes(option["wire_bytes"]), f"{option['dense_bytes'] / max(1, option['wire_bytes']):.3g}x"]

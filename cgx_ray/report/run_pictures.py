@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
@@ -33,6 +34,7 @@ from cgx_ray.report.style import (
     SKY,
     YELLOW,
     clean,
+    codec_color,
     fit_values,
     label,
     new_figure,
@@ -41,6 +43,7 @@ from cgx_ray.report.svg import WIDTH
 
 _PART_NAMES = ("compute", "encode", "exchange", "decode")
 _PART_COLORS = (GREY, PURPLE, DENSE_COLOR, BLUE)
+_GREYS = ("#8a8f96", "#b4b8bd", "#6b7077", "#d2d5d8")
 _PALETTE = (BLUE, GREEN, ORANGE, PURPLE, SKY, YELLOW)
 _HEIGHT = 2.7
 
@@ -179,12 +182,11 @@ def draw_predictions(record: RunRecord) -> Picture | None:
     _finish(axes, num_columns=3)
     errors = prediction_errors(record)
     worst = max(errors, key=abs)
-    mean = sum(map(abs, errors)) / len(errors)
     return Picture(
         figure,
         "Each decision's prediction beside what was measured afterwards.",
         f"Predicted and measured seconds per step of {len(known)} decisions. Measured differs from predicted by "
-        f"{mean:.0%} on average, by {worst:+.0%} at worst.",
+        f"{median(map(abs, errors)):.0%} usually (median), by {worst:+.0%} at worst.",
     )
 
 
@@ -195,9 +197,11 @@ def draw_density(record: RunRecord) -> Picture | None:
     pairs = [(span, value) for span, value in zip(found, values, strict=True) if value is not None]
     if not pairs:
         return None
+    density, bits = [100 * value[0] for _, value in pairs], [value[1] for _, value in pairs]
+    if len({*density}) == len({*bits}) == 1:
+        return None
     figure, axes = _axes()
     steps = [span.step for span, _ in pairs]
-    density, bits = [100 * value[0] for _, value in pairs], [value[1] for _, value in pairs]
     axes.step(steps, density, where="post", color=GREEN, linewidth=2, label="density: kept elements (%)")
     axes.step(steps, bits, where="post", color=BLUE, linewidth=2, label="sent bits per element")
     axes.set(xlabel="step")
@@ -217,14 +221,19 @@ def draw_shares(record: RunRecord) -> Picture | None:
     kinds: dict[str, Mapping[str, float]] = {
         kind: shares_by(kind, record, found) for kind in ("codec", "scheme", "density")
     }
-    if not all(kinds.values()):
+    # A bar of one colour says nothing that the plan does not.
+    kinds = {kind: shares for kind, shares in kinds.items() if len(shares) > 1}
+    if not kinds:
         return None
     figure, axes = _axes()
-    for row, shares in enumerate(kinds.values()):
-        left, palette = 0.0, itertools.cycle(_PALETTE)
+    for row, (kind, shares) in enumerate(kinds.items()):
+        left, greys = 0.0, itertools.cycle(_GREYS)
         for name, share in shares.items():
-            color = DENSE_COLOR if name in ("none", "dense") else next(palette)
-            axes.barh(row, share, left=left, color=color, edgecolor="white", linewidth=0.8, height=0.62)
+            color = codec_color(name) if kind == "codec" or name == "dense" else next(greys)
+            axes.barh(
+                *(row, share), left=left, color=color, edgecolor="white", linewidth=0.8, height=0.62,
+                label=label(f"{kind} {name} {share:.0%}"),
+            )  # fmt: skip
             if share >= 0.13:
                 axes.text(
                     left + share / 2,
@@ -240,7 +249,8 @@ def draw_shares(record: RunRecord) -> Picture | None:
     axes.set(xlim=(0, 1), xlabel="share of the gradients' bytes over all steps")
     axes.invert_yaxis()
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    clean(axes, hidden_spines=("top", "right", "left"))
+    _finish(axes, num_columns=3)
+    axes.spines["left"].set_visible(False)
     axes.grid(visible=False)
     texts = [
         f"{kind}: {', '.join(f'{name} {share:.0%}' for name, share in shares.items())}"

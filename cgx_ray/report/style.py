@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 
@@ -21,6 +22,25 @@ ORANGE, SKY, YELLOW = "#E69F00", "#56B4E9", "#F0E442"
 GREY, INK = "#999999", "#333333"
 # Dense gradients have the same colour in every picture.
 DENSE_COLOR = VERMILION
+# Each codec has one colour in every picture. Codecs of packages share one.
+_CODEC_COLORS = {
+    **dict.fromkeys(("none", "dense"), DENSE_COLOR),
+    "qsgd": BLUE,
+    **dict.fromkeys(("bf16", "fp16"), GREEN),
+    **dict.fromkeys(("topk", "lwtopk", "mstopk", "dgc", "sidco", "randomk"), ORANGE),
+    **dict.fromkeys(("terngrad", "ef_signsgd", "onebit"), PURPLE),
+    "powersgd": YELLOW,
+    "prefix": GREY,
+}
+# Parts of white by which further options of a codec are lighter.
+_TINTS = (0.0, 0.4, 0.65, 0.2)
+
+
+def codec_color(name: str, place: int = 0) -> str:
+    """Return the colour of a codec. `place`: of the option among those of its codec in a picture."""
+    red, green, blue = to_rgb(_CODEC_COLORS.get(name, SKY))
+    tint = _TINTS[place % len(_TINTS)]
+    return to_hex([part + (1 - part) * tint for part in (red, green, blue)])
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.loss_scale import Scaler
 from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
 from cgx_ray.errors import CGXError, ConfigError
+from cgx_ray.logs import show_lines
 from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme
 from cgx_ray.session import ddp
 from cgx_ray.session.agree import GatheredGroup, agree_on_settings, watch
@@ -31,6 +33,7 @@ from cgx_ray.session.attachment import Attachment, own_groups, process
 from cgx_ray.session.local_control import LocalControl
 from cgx_ray.session.settings import MAX_TIMEOUT_S, Settings
 from cgx_ray.torch_compat import longest_timeout_s, uncompiled
+from cgx_ray.units import format_count
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +169,7 @@ def _attach(
     *,
     asks_controller: bool,
 ) -> Attachment:
+    show_lines()
     has_group = dist.is_available() and dist.is_initialized()
     # torchrun and mpirun tell it before the process group is made.
     if not has_group and os.environ.get("WORLD_SIZE", "1") != "1":
@@ -204,13 +208,32 @@ def _attach(
                 control.start(attachment, world.gather)
             world.gather(None)
         undo.pop_all()
+    if dist.get_rank() == 0:
+        journal = getattr(control or process.session, "journal", None)
+        logger.info("%s", _started(engine, settings if plan is None else None, journal))
     if asks_controller and process.session is None and dist.get_rank() == 0 and _is_ray_train_worker():
         logger.warning(
             "attach got no codec in a Ray Train run without CGXConfig: %s for the whole run, and nothing adapts; give "
             "TorchTrainer torch_config=cgx_ray.CGXConfig(), or give attach a codec",
-            settings.policy,
+            settings.policy.option.describe() if isinstance(settings.policy, Static) else settings.policy,
         )
     return attachment
+
+
+def _started(engine: Engine | ShardedEngine, settings: Settings | None, journal: Path | None) -> str:
+    """Return what begins now. `settings`: None if a plan was given, and nothing decides."""
+    plan, size = engine.plan, ""
+    if isinstance(engine, Engine):
+        size = f", {sum(layer.dense_bytes for layer in engine.layers) / 1e6:.3g} MB,"
+    policy = ""
+    if settings is not None and settings.decides:
+        fidelity = getattr(settings.policy, "fidelity", None)
+        policy = f"policy {type(settings.policy).__name__.lower()}{f' ({fidelity})' if fidelity else ''} begins "
+    num_layers = format_count(sum(len(group.layers) for group in plan.groups), "layer")
+    return (
+        f"gradients of {num_layers}{size} go through cgx_ray on {plan.world_size} ranks; "
+        f"{policy}{plan.describe()}; {f'journal: {journal}' if journal is not None else 'no journal: give folder='}"
+    )
 
 
 def _is_ray_train_worker() -> bool:

@@ -32,6 +32,7 @@ from cgx_ray.session.served_metrics import ServedMetrics
 from cgx_ray.session.settings import Settings
 from cgx_ray.session.states import CHANGES, ROUND, STATE_FORMAT, check_own, named_as, no_memory, state_of
 from cgx_ray.torch_compat import is_registered
+from cgx_ray.units import format_count
 
 if TYPE_CHECKING:
     from cgx_ray.session.local_control import LocalControl
@@ -343,6 +344,7 @@ class Attachment:
             if self._detach is not None:
                 self._detach()
                 self._detach = None
+                self._say_end()
             if self._engine is not None:
                 self._engine.close(timeout_s)
             # The last step is known now.
@@ -355,6 +357,18 @@ class Attachment:
                 self._lifeline.close()
             groups, self._groups = self._groups, ()
             _destroy(groups)
+
+    def _say_end(self) -> None:
+        """Log what was in force, on rank 0, if no control loop does it: that also knows what dense would have taken."""
+        is_silent = self.control is not None or process.session is not None
+        if is_silent or self._engine is None or not dist.is_initialized() or dist.get_rank() != 0:
+            return
+        num_steps = self.last_step.step + 1 if self.last_step is not None else 0
+        logger.info(
+            "%s for %s; attach(folder=) compares with dense, and writes a journal for cgx-ray report",
+            self._engine.plan.describe(),
+            format_count(num_steps, "step"),
+        )
 
     def _begin_to_close(self) -> None:
         """Leave the rest to another thread: Python collects on any thread, whatever locks that holds."""

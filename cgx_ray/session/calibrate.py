@@ -98,7 +98,7 @@ def calibrate(
 
     step  that the ranks begin with
     """
-    costs = measure_codecs(settings, device) if settings.decides else {}
+    costs = measure_codecs(settings, device)
     host_costs, bus = measure_offload(settings, device)
     return Registration(
         layers=tuple(layers),

@@ -126,6 +126,8 @@ class LocalControl:
         loop_type  as in `LoopStart`
         report_s   seconds between two reports of a rank, and of a node
 
+        `journal` is the path of rank 0's.
+
         Raises ConfigError on all ranks if there are too many nodes, or too many ranks on one.
         """
         self.settings = settings
@@ -135,8 +137,7 @@ class LocalControl:
         self._folder = Path(
             folder or Path("cgx-ray-runs", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{os.getpid()}")
         ).absolute()
-        if folder is None and self._rank == 0:
-            logger.warning("decisions are written to %s; to choose, give attach folder=", self._folder)
+        self.journal = self._folder / "decisions.jsonl"
         self._places: list[_Place] = gather(_Place(f"{socket.gethostname()} {node_address()}", node_address()))
         self._node_ids = [place.node_id for place in self._places]
         # The first rank of this one's node.
@@ -166,7 +167,7 @@ class LocalControl:
         snapshot = self._folder / "controller" / Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         start = LoopStart(
             policy=make_policy(self.settings),
-            journal_path=self._folder / "decisions.jsonl",
+            journal_path=self.journal,
             snapshot_path=snapshot,
             run_name=self._folder.name,
             history=_earlier_history(snapshot),

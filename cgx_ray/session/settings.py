@@ -189,9 +189,10 @@ class Settings:
         return not isinstance(self.policy, Static)
 
     def timed_codecs(self) -> tuple[CodecSpec, ...]:
-        """Return the codecs whose times the policy needs: none, its candidates, and those of layer rules."""
+        """Return the codecs whose times predictions need: none, those of the policy, and those of layer rules."""
+        own = [self.policy.option.codec] if isinstance(self.policy, Static) else self.chosen_policy.timed_codecs
         rules = (option.codec for option in self._rules().values())
-        return tuple(dict.fromkeys([NONE, *self.chosen_policy.timed_codecs, *rules]))
+        return tuple(dict.fromkeys([NONE, *own, *rules]))
 
     def _check_transport(self) -> None:
         for name in ("shared_memory", "average_weights"):

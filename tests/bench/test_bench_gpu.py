@@ -14,7 +14,7 @@ from bench.gpu.rank import GpuRecord
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = CliRunner().invoke(bench, ["gpu"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "bench gpu: PyTorch sees no CUDA device here" in result.output
 
 

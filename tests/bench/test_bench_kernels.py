@@ -125,7 +125,7 @@ def test_tables_show_every_codec_and_the_picture_is_where_it_says(run):
 def test_cuda_without_a_device_is_one_clear_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = CliRunner().invoke(bench, ["kernels", "--device", "cuda"])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert done.output == "Error: device cuda: PyTorch sees no CUDA device here; give --device cpu\n"
 
 

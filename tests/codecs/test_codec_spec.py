@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.codec_cases import TEXTS
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import BUILT_IN, CodecSpec, near_square, packed_index_bytes
+from cgx_ray.plan import BUILT_IN, CodecSpec, GroupPlan, Option, Plan, near_square, packed_index_bytes, spoken
 from cgx_ray.runtime_ext import ops, sparse
 
 # A busy machine would miss hypothesis's deadline of 200 ms per example.
@@ -33,6 +33,33 @@ def test_codec_text_is_as_short_as_it_can_be() -> None:
     assert str(CodecSpec.parse("topk: value_bits=32, density=0.01")) == "topk:density=0.01"
     assert str(CodecSpec.parse("topk:value_bits=16")) == "topk:density=0.01,value_bits=16"
     assert str(CodecSpec(name="prefix", ratio=2)) == "prefix:ratio=2.0"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("qsgd over sra", "qsgd 4-bit over sra"),
+        ("qsgd:bits=2,bucket_size=64 over sra on cpu", "qsgd 2-bit bucket_size=64 over sra on cpu"),
+        (
+            "topk:value_bits=16 over allgather, dense inside nodes",
+            "topk 1 % value_bits=16 over allgather, dense inside nodes",
+        ),
+        ("powersgd", "powersgd rank 4"),
+        ("bf16 on cpu", "bf16 on cpu"),
+        ("none over sra", "dense over sra"),
+        ("dense", "dense"),
+        ("none", "dense"),
+        ("a codec of mine", "a codec of mine"),
+    ],
+)
+def test_people_read_codecs_and_options_without_their_defaults(text: str, says: str) -> None:
+    assert spoken(text) == says
+
+
+def test_a_plan_shows_what_it_is() -> None:
+    groups = tuple(GroupPlan(layers=(name,), option=Option.parse("qsgd over sra")) for name in "ab")
+    plan = Plan(version=3, world_size=4, groups=groups, period=8)
+    assert repr(plan) == "<Plan 3: qsgd 4-bit over sra, every 8 steps; 2 layers in 2 groups, 4 ranks>"
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from bench.__main__ import bench
 from cgx_ray.cli import main
 from cgx_ray.commands.lazy import LazyGroup
+from cgx_ray.errors import ConfigError
 
 HEAVY = ("torch", "ray", "matplotlib", "numpy", "rich")
 
@@ -63,3 +68,68 @@ def test_an_unknown_command_is_one_clear_error() -> None:
     done = subprocess.run([sys.executable, "-m", "cgx_ray", "nonsense"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "No such command 'nonsense'" in done.stderr
+
+
+def test_a_slip_in_a_command_s_name_is_answered_with_the_name() -> None:
+    done = CliRunner().invoke(main, ["plna"])
+    assert done.exit_code == 2
+    assert "No such command 'plna'. Did you mean 'plan'?" in done.output
+
+
+@pytest.mark.parametrize("words", [["-h"], ["plan", "-h"], ["lab", "up", "-h"]])
+def test_h_is_help(words: list[str]) -> None:
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0
+    assert done.output.startswith("Usage: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("plan --model gpt2", "give --workers, --latency and --bandwidth, or --clusters"),
+        ("plan --model gpt2 --workers 4", "give --latency and --bandwidth, or --clusters"),
+        ("plan --model gpt2 --latency 1ms --bandwidth 1gbps", "give --workers, or --clusters"),
+        ("plan --model gpt2 --workers 4 --latency 1ms --bandwidth 1GB", "bandwidth '1GB' is not allowed"),
+        ("report no_such_folder", "is no folder"),
+    ],
+)
+def test_a_value_that_is_not_allowed_ends_with_status_2_and_names_what_is_missing(words: str, says: str) -> None:
+    done = CliRunner().invoke(main, [*words.split(), *(["--step-time", "1s"] if words.startswith("plan") else [])])
+    assert done.exit_code == 2
+    assert says in done.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    "words", ["report . --html", "report . --plot", "report . --json", "plan --model gpt2 --plot", "probe --plot"]
+)
+def test_files_in_folders_that_do_not_exist_are_refused_alike(words: str, tmp_path: Path) -> None:
+    file = tmp_path / "nothing" / "file.png"
+    done = CliRunner().invoke(main, [*words.split(), str(file)])
+    assert done.exit_code == 2
+    assert "is no folder to write to" in done.output.replace("\n", " ")
+    assert not file.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ("Unauthenticated: RPC error: InvalidAuthToken: ...", "refused: token; set RAY_AUTH_MODE=token"),
+        ("gcs_client.cc:210: Failed to get cluster ID from GCS server", "is no Ray cluster"),
+    ],
+)
+def test_why_ray_cannot_be_reached_is_read_from_its_log_at_once(
+    said: str, says: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from cgx_ray.commands import cluster
+
+    over = threading.Event()
+
+    def init(**_: object) -> None:
+        os.write(2, said.encode())
+        over.wait(60)
+
+    monkeypatch.setattr(cluster.ray, "init", init)
+    with pytest.raises(ConfigError, match=says):
+        cluster.connect("auto")
+    over.set()
+    assert capfd.readouterr().err == "", "Ray's own lines are not shown"

@@ -156,7 +156,7 @@ def test_the_example_is_answered_with_a_table_and_a_picture(tmp_path: Path) -> N
 )
 def test_a_file_that_makes_no_sense_is_one_clear_error(tmp_path: Path, text: str, says: str) -> None:
     code, output = run(clusters_file(tmp_path, text))
-    assert code == 1, output
+    assert code == 2, output
     assert says in " ".join(output.split()), output
     assert "Traceback" not in output
 
@@ -171,10 +171,10 @@ def test_a_wrong_cell_and_a_cell_too_many_are_named(tmp_path: Path) -> None:
 
 def test_options_of_one_network_are_refused_and_without_clusters_they_are_asked_for(tmp_path: Path) -> None:
     code, output = run(clusters_file(tmp_path), "--workers", "4", "--price", "2")
-    assert code == 1
+    assert code == 2
     assert "--workers, --price and --clusters both describe a network" in " ".join(output.split())
     result = CliRunner().invoke(main, ["plan", "--model", "resnet18", "--latency", "1ms", "--bandwidth", "1gbps"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "give --workers" in " ".join(result.output.split())
 
 

@@ -68,6 +68,10 @@ class WithEmpty(nn.Module):
 def empty():
     return WithEmpty(), torch.randn(8, 16)
 
+def needs(size):
+    return size
+
+
 def nothing():
     return None
 
@@ -170,6 +174,7 @@ def test_a_profiled_model_is_one_to_plan_with(script: Path, tmp_path: Path, func
         ("{}:missing", (), "has no function 'missing'"),
         ("{}:number", (), "has no function 'number'"),
         ("{}:nothing", (), "returns NoneType"),
+        ("{}:needs", (), "takes arguments (missing a required argument: 'size')"),
         ("{}:model", (), "returns a model alone"),
         ("{}:model", ("--input", "8xa"), "'8xa' is not a shape"),
         ("{}:batch", ("--input", "8x16"), "leave out --input 8x16"),
@@ -185,7 +190,7 @@ def test_what_cannot_be_profiled_is_one_clear_error(
     script: Path, tmp_path: Path, target: str, arguments: tuple[str, ...], message: str
 ) -> None:
     code, output = run(target.format(script), "--out", str(tmp_path / "out.csv"), *arguments)
-    assert code == 1, output
+    assert code == 2, output
     assert message in " ".join(output.split()), output
     assert "Traceback" not in output
     assert not (tmp_path / "out.csv").exists()

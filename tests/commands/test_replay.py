@@ -126,7 +126,7 @@ def test_a_planted_difference_is_found_and_is_the_exit_status(journal: Path, tmp
     found = numbers(path, tmp_path, status=1)
     assert found["num_different"] >= 1
     line = next(line for line in found["decisions"] if line["result"] == "differs")
-    assert line["recorded"]["plan"] == "qsgd:bits=4,bucket_size=128 over sra"
+    assert line["recorded"]["plan"] == "qsgd 4-bit over sra"
     assert "qsgd" not in line["now"]["plan"]
     assert line["now"]["step_s"] > line["recorded"]["step_s"]
 

@@ -239,11 +239,15 @@ def test_the_report_draws_a_run_that_still_trains(runs, tmp_path):
     _, adaptive = runs
     with (adaptive.run_dir / "decisions.jsonl").open("a") as file:
         file.write('{"event": "deci')
-    picture = tmp_path / "pictures" / "report.png"
+    picture = tmp_path / "report.png"
     page = tmp_path / "report.html"
     done = CliRunner().invoke(main, ["report", str(adaptive.run_dir), "--plot", str(picture), "--html", str(page)])
     assert done.exit_code == 0, done.output
-    cut, said = done.output.splitlines()
+    verdict, cut, said = done.output.splitlines()
+    assert (
+        verdict
+        == "cgx_ray: 0 steps under qsgd:bits=4,bucket_size=128 over sra: too few to say how fast dense would be."
+    )
     assert cut.startswith(f"{adaptive.run_dir / 'decisions.jsonl'}: the last line is cut, and left out: ")
     assert cut in page.read_text()
     assert said == f"2 decisions, 1 for another plan; picture: {picture}; report: {page}"
@@ -254,7 +258,7 @@ def test_the_report_draws_a_run_that_still_trains(runs, tmp_path):
     ("file", "line", "message"),
     [
         (None, None, "is no folder; give that of a run"),
-        ("steps.jsonl", "", "holds no decision, neither in decisions.jsonl, which a run with CGXConfig"),
+        ("steps.jsonl", "", "holds no decision and no step, neither in decisions.jsonl, which a run with CGXConfig"),
         ("other.jsonl", None, "holds no links; give the file that `cgx-ray lab run --events` wrote"),
     ],
 )
@@ -268,7 +272,7 @@ def test_what_cannot_be_drawn_is_one_clear_error(tmp_path, file, line, message):
     words = ["--events", str(run_dir / file)] if file == "other.jsonl" else []
     files = ["--plot", str(tmp_path / "x.png"), "--html", str(tmp_path / "x.html")]
     done = CliRunner().invoke(main, ["report", str(run_dir), *files, *words])
-    assert done.exit_code == 1, done.output
+    assert done.exit_code == 2, done.output
     assert message in done.output.replace("\n", " ")
     assert not (tmp_path / "x.png").exists()
 
@@ -351,7 +355,12 @@ def test_the_report_of_a_demo_draws_its_adaptive_run_beside_the_dense_one(runs, 
     page = tmp_path / "report.html"
     done = CliRunner().invoke(main, ["report", str(tmp_path), "--plot", str(picture), "--html", str(page)])
     assert done.exit_code == 0, done.output
-    assert done.output == f"2 decisions, 1 for another plan; picture: {picture}; report: {page}\n"
+    verdict, said = done.output.splitlines()
+    assert verdict.startswith("cgx_ray: 3.2x faster than dense ("), verdict
+    assert verdict.endswith(" instead of 1.75 s per step); qsgd:bits=4,bucket_size=128 over sra since step 23."), (
+        "as the dense run measured it"
+    )
+    assert said == f"2 decisions, 1 for another plan; picture: {picture}; report: {page}"
     pixels = matplotlib.image.imread(picture)[..., :3]
     for name, color in (("dense", (0xD5, 0x5E, 0x00)), ("adaptive", (0x00, 0x72, 0xB2))):
         num_pixels = int((np.abs(pixels * 255 - color).max(axis=-1) < 2).sum())
@@ -368,7 +377,7 @@ def test_the_report_of_a_demo_without_its_dense_run_draws_the_adaptive_one(tmp_p
 def test_a_folder_with_neither_a_run_nor_a_demo_is_one_error_that_names_both_files(tmp_path):
     files = ["--plot", str(tmp_path / "x.png"), "--html", str(tmp_path / "x.html")]
     done = CliRunner().invoke(main, ["report", str(tmp_path), *files])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     output = done.output.replace("\n", " ")
-    assert f"{tmp_path} holds no decision, neither in decisions.jsonl" in output
+    assert f"{tmp_path} holds no decision and no step, neither in decisions.jsonl" in output
     assert "such as a demo's adaptive/decisions.jsonl" in output

@@ -17,9 +17,10 @@ from support.control_runs import WORLD, FakeTraining, registration, start
 from cgx_ray.cli import main
 from cgx_ray.commands import top
 from cgx_ray.control.live_state import LiveState, new_actor_name, run_of_actor
+from cgx_ray.errors import ConfigError
 from cgx_ray.monitors.sample import HostLoad, NodeSample, node_steps
 from cgx_ray.report.live_screen import PlainScreen, draw_view, plain_line
-from cgx_ray.report.live_view import LiveView, outcomes_of, view_of_controller, view_of_record
+from cgx_ray.report.live_view import SHOWN_CHARS, LiveView, outcomes_of, view_of_controller, view_of_record
 from cgx_ray.report.record import load_run
 
 LOAD = HostLoad(sent_bytes_per_s=12e6, received_bytes_per_s=11e6, neighbour_bytes_per_s=3e6)
@@ -60,12 +61,12 @@ def test_the_view_of_a_controller_shows_ranks_links_plan_and_decisions_in_80_col
     # The slowest rank has the longest bar, and the others bars in proportion.
     bars = [line.count("█") for line in lines if " rank " in line or "ranks  " in line][:WORLD]
     assert bars == [round(30 * (5 + rank) / 8) for rank in range(WORLD)]
-    assert "█ compute 0.3 s █ encode 0.002 s" in text
+    assert "compute 0.3 s encode 0.002 s" in text
     assert "speed 4.36x as fast as dense" in text
     assert "100 Mbit/s per rank (spread " in text
-    assert "10.0.0.2 (ranks 2): sends 11 MiB/s, receives 10 MiB/s, others 2 MiB/s" in text
-    assert "qsgd:bits=4,bucket_size=128 over sra, version" in text
-    assert "dense -> qsgd:bits=4,bucket_size=128 over sra: first measurements" in text
+    assert "10.0.0.2 (ranks 2): 11 MiB/s out, 10 MiB/s in, others 2 MiB/s" in text
+    assert "qsgd 4-bit over sra, version" in text
+    assert "dense -> qsgd 4-bit over sra: first measurements" in text
     assert "predicted 0.62 s per step, measured 0.62 s" in text
 
 
@@ -89,14 +90,49 @@ def test_of_many_ranks_the_slowest_are_shown(tmp_path: Path) -> None:
     text = "\n".join(lines_of(replace(view, ranks=ranks)))
     assert "rank 63" in text
     assert "rank 10 " not in text
-    assert "and 56 faster ranks" in text
+    assert "and 60 faster ranks" in text
+
+
+def test_a_view_fits_a_terminal_of_80_by_24_and_keeps_predictions(tmp_path: Path) -> None:
+    view = view_of_controller(asked(trained(tmp_path), tmp_path))
+    ranks = tuple(replace(view.ranks[0], name=f"rank {rank}", step_s=1.0 + rank) for rank in range(64))
+    decided = tuple(replace(line, text=f"{line.text} {'and more ' * 40}"[:SHOWN_CHARS]) for line in view.decisions)
+    nodes = (view.links[0], *[view.links[1]] * 16)
+    lines = lines_of(replace(view, ranks=ranks, links=nodes, decisions=decided, loss=4.5, notes=("slow", "silent")))
+    assert len(lines) <= 24, "\n".join(lines)
+    assert max(map(len, lines)) <= 80
+    assert sum("predicted " in line for line in lines) >= len(decided)
+    assert any("and 13 more nodes" in line for line in lines)
+
+
+def test_a_view_has_steps_per_second_elapsed_time_speed_and_loss(tmp_path: Path) -> None:
+    found = asked(trained(tmp_path), tmp_path)
+    found["elapsed_s"] = 3725.0
+    found["journal"][-1] |= {"event": "progress", "loss": 4.25, "between_s": 0.0, "step_s": 1.0}
+    view = view_of_controller(found)
+    text = "\n".join(lines_of(view))
+    assert "1.25 steps/s, 1:02:05 elapsed, loss 4.250" in text
+    assert "x as fast as dense" in text
+    elapsed = view_of_record(load_run(tmp_path)).elapsed_s
+    assert elapsed is not None
+    assert elapsed > 0
+
+
+def test_top_waits_for_a_run_that_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    running: list[dict[str, str]] = [{}, {}, {"late": "late/1"}]
+    monkeypatch.setattr(top, "_running", lambda: running.pop(0) if len(running) > 1 else running[0])
+    views = top._views_of_run("late", waits=True)
+    assert [next(views), next(views)] == [None, None]
+    assert top._find("late") == ("late", "late/1")
+    with pytest.raises(ConfigError, match="no run 'early'"):
+        next(top._views_of_run("early", waits=False))
 
 
 def test_a_run_without_its_controller_is_shown_from_its_files(tmp_path: Path) -> None:
     run = trained(tmp_path)
     view = view_of_record(load_run(tmp_path))
     assert view.is_running
-    assert view.plan == "qsgd:bits=4,bucket_size=128 over sra"
+    assert view.plan == "qsgd 4-bit over sra"
     assert [rank.name for rank in view.ranks] == ["all ranks"]
     assert plain_line(view).startswith(f"{tmp_path.name}: step ")
     assert "4.36x as fast as dense" in plain_line(view)
@@ -127,8 +163,8 @@ def test_top_follows_a_folder_until_the_run_ends(tmp_path: Path, monkeypatch: py
     ending.join()
     assert done.exit_code == 0, done.output
     output = done.output.replace("\n", " ")
-    assert "dense -> qsgd:bits=4,bucket_size=128 over sra: first measurements" in output
-    assert output.rstrip().endswith("has ended after step 29")
+    assert "dense -> qsgd 4-bit over sra: first measurements" in output
+    assert output.rstrip().endswith("has ended after step 30")
     picture = (tmp_path / "top.svg").read_text()
     assert "measured" in picture
     assert "url(http" not in picture.replace('"', "")
@@ -137,14 +173,14 @@ def test_top_follows_a_folder_until_the_run_ends(tmp_path: Path, monkeypatch: py
 
 def test_a_run_that_cannot_be_found_is_one_clear_error() -> None:
     done = CliRunner().invoke(main, ["top", "nothing", "--address", "127.0.0.1:1"])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "no Ray cluster at '127.0.0.1:1'" in done.output
 
 
 def test_a_folder_that_is_missing_or_holds_no_run_is_one_clear_error(tmp_path: Path) -> None:
     for folder, says in ((tmp_path / "missing", "no such folder: "), (tmp_path, "has no decisions.jsonl with a plan")):
         done = CliRunner().invoke(main, ["top", str(folder), "--once"])
-        assert done.exit_code == 1
+        assert done.exit_code == 2
         assert says in done.output.replace("\n", " ")
 
 

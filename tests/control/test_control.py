@@ -29,10 +29,10 @@ def test_first_decision_comes_after_three_steps_and_leaves_dense_on_a_slow_netwo
     run.gbps = 0.1
     decisions = run.run(LINK_STEPS)
     assert [decision.kind for decision in decisions] == ["replace"]
-    assert run.loop.plans[-1].describe() == "qsgd:bits=4,bucket_size=128 over sra"
+    assert run.loop.plans[-1].describe() == "qsgd 4-bit over sra"
     assert decisions[0].reason == (
-        "first measurements: 1x qsgd:bits=4,bucket_size=128 over sra, 1x dense; predicted 0.620 s per step "
-        "(dense 2.703 s), keeps 99.5% of its progress"
+        "first measurements: 1x qsgd 4-bit over sra, 1x dense; predicted 0.620 s per step (dense 2.703 s), expected "
+        "loss 1.005 of dense"
     )
 
 
@@ -71,10 +71,15 @@ def test_every_decision_is_journalled_with_its_prediction_and_then_its_outcome(t
     decision, outcome, *_ = journal(tmp_path)
     assert decision["event"] == "decision"
     whole = {"groups": 2, "layers": 3, "numel": 5_001_000, "dense_bytes": 20_004_000, "wire_bytes": 20_004_000}
-    dense = {"codec": "none", "scheme": "dense", "density": 1.0}
-    assert decision["old"] == {"version": 0, "plan": "dense", "options": {"dense": {**whole, **dense}}}
+    dense = {"text": "dense", "codec": "none", "scheme": "dense", "density": 1.0}
+    assert decision["old"] == {
+        "version": 0,
+        "plan": "dense",
+        "expected_loss": 1.0,
+        "options": {"dense": {**whole, **dense}},
+    }
     qsgd = "qsgd:bits=4,bucket_size=128 over sra"
-    assert (decision["new"]["version"], decision["new"]["plan"]) == (1, qsgd)
+    assert (decision["new"]["version"], decision["new"]["plan"]) == (1, "qsgd 4-bit over sra")
     options = {name: (one["groups"], one["layers"], one["numel"]) for name, one in decision["new"]["options"].items()}
     assert options == {qsgd: (1, 2, 5_000_000), "dense": (1, 1, 1_000)}
     quantized = decision["new"]["options"][qsgd]
@@ -92,11 +97,11 @@ def test_a_codec_whose_gain_rises_is_taken_before_the_review(tmp_path: Path) -> 
     run = start(tmp_path)
     run.gbps = 0.02
     run.run(130)
-    assert run.loop.plans[-1].describe() == "qsgd:bits=4,bucket_size=128 over sra"
+    assert run.loop.plans[-1].describe() == "qsgd 4-bit over sra"
     run.gain["topk:density=0.01"] = 0.9
     (decision,) = run.run(35)
-    assert decision.reason.startswith("gain of topk:density=0.01 rose from 0.30 to 0.90: ")
-    assert "topk:density=0.01" in run.loop.plans[-1].describe()
+    assert decision.reason.startswith("gain of topk 1 % rose from 0.30 to 0.90: ")
+    assert "topk 1 %" in run.loop.plans[-1].describe()
 
 
 def test_compute_times_that_scatter_by_a_fifth_flip_no_plan(tmp_path: Path) -> None:
@@ -304,8 +309,8 @@ def test_a_full_disk_costs_lines_and_says_so_once(tmp_path: Path, caplog: pytest
     (tmp_path / "blocked").write_text("")
     log = Journal(tmp_path / "blocked" / "decisions.jsonl")
     with caplog.at_level(logging.WARNING):
-        log.write({"event": "decision"})
-        log.write({"event": "decision"})
+        log.write({"event": "end"})
+        log.write({"event": "end"})
     assert log.num_errors == 2
     assert len(caplog.records) == 1
     assert "training goes on" in caplog.text

@@ -160,7 +160,7 @@ def test_decisions_are_those_of_a_loop_that_is_stepped(
 
 
 def test_an_error_of_the_loop_is_logged_and_raised_at_the_node_with_its_next_report(
-    start: Callable[..., Controller], capfd: pytest.CaptureFixture[str]
+    start: Callable[..., Controller], caplog: pytest.LogCaptureFixture
 ) -> None:
     controller = start(ADAPTIVE)
     heard = []
@@ -173,13 +173,13 @@ def test_an_error_of_the_loop_is_logged_and_raised_at_the_node_with_its_next_rep
     assert heard
     assert {str(error) for error in heard} == {"UnpicklingError: invalid load key, 'n'."}
     assert "loop.py" in heard[0].__notes__[0], "the traceback of the loop's process is lost"
-    said = capfd.readouterr().err
+    said = caplog.text
     assert said.count("could not be used (UnpicklingError(") == 1, said
     assert controller.plans_after(-1) == [FIRST]
 
 
 def test_a_policy_that_raises_leaves_the_plan_and_is_named_once_in_log_and_journal(
-    start: Callable[..., Controller], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    start: Callable[..., Controller], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     controller = start(RaisingPolicy())
     for report in itertools.islice(reports(), 8):
@@ -187,7 +187,7 @@ def test_a_policy_that_raises_leaves_the_plan_and_is_named_once_in_log_and_journ
         controller.look()
     controller.end()
     assert controller.plans_after(-1) == [FIRST]
-    said = capfd.readouterr().err
+    said = caplog.text
     assert said.count("the policy has failed after step") == 1, said
     assert "loop_policies.py" in said, "the traceback of the policy is lost"
     lines = [json.loads(line) for line in (tmp_path / "decisions.jsonl").read_text().splitlines()]

@@ -9,6 +9,7 @@ import pytest
 
 from cgx_ray.control.gains.gain_watch import NUM_MEASUREMENTS, GainWatch
 from cgx_ray.control.gains.loss_trend import LearningPhase
+from cgx_ray.plan import spoken
 
 TOPK, QSGD = "topk:density=0.01", "qsgd:bits=4,bucket_size=128"
 STAR = f"{TOPK} over artopk_ring"
@@ -43,7 +44,7 @@ def test_half_as_much_error_again_is_noticed_after_five_measurements_twice_or_ha
     """The gain that is reported and used holds nothing of the gain before, and the change is reported once."""
     verb = "fell" if gain < 0.7 else "rose"
     found = causes(watched := GainWatch(), [0.7] * 11 + [gain] * 5)
-    assert found == {11 + num_measurements: f"gain of {TOPK} {verb} from 0.70 to {gain:.2f}"}
+    assert found == {11 + num_measurements: f"gain of {spoken(TOPK)} {verb} from 0.70 to {gain:.2f}"}
     assert watched.gain[TOPK] == pytest.approx(gain)
 
 
@@ -60,7 +61,7 @@ def test_other_data_is_noticed_in_recorded_gains_and_nothing_in_their_noise() ->
     """Two causes while residuals fill up and the model begins to learn, one three measurements after the change."""
     found = causes(GainWatch(), map(float, RECORDED.split()))
     assert list(found) == [4, 6, 34], found
-    assert found[34] == f"gain of {TOPK} rose from 0.55 to 0.74"
+    assert found[34] == f"gain of {spoken(TOPK)} rose from 0.55 to 0.74"
 
 
 @pytest.mark.parametrize("gain", [0.98, 0.8, 0.3])
@@ -74,7 +75,7 @@ def test_noise_as_that_of_a_small_gpt_is_no_change_in_twenty_thousand_steps(gain
 
 
 def test_a_codec_that_drops_more_than_there_is_keeps_next_to_nothing() -> None:
-    assert causes(watched := GainWatch(), [0.9, -0.5, -0.5]) == {3: f"gain of {TOPK} fell from 0.90 to 0.00"}
+    assert causes(watched := GainWatch(), [0.9, -0.5, -0.5]) == {3: f"gain of {spoken(TOPK)} fell from 0.90 to 0.00"}
     assert watched.gain[TOPK] > 0
 
 
@@ -88,7 +89,7 @@ def test_under_a_new_plan_its_options_are_held_against_what_was_expected_and_pre
     watched.add_gains({STAR: 0.9, QSGD: 0.9}, {STAR: 0.6}, settled=[STAR])
     assert watched.gain == {STAR: 0.6, QSGD: pytest.approx(0.9)}
     watched.add_gains({STAR: 0.9, QSGD: 0.9}, {STAR: 0.6}, settled=[STAR])
-    assert watched.cause(decided) == f"gain of {STAR} fell from 0.90 to 0.60"
+    assert watched.cause(decided) == f"gain of {spoken(STAR)} fell from 0.90 to 0.60"
     assert watched.cause({QSGD: 0.9}) is None
 
 
@@ -101,7 +102,7 @@ def test_an_option_that_has_no_prediction_of_its_own_is_held_against_that_of_its
     watched.start_plan([option])
     for _ in range(2):
         watched.add_gains({TOPK: 0.9}, {option: 0.6}, settled=[option])
-    assert watched.cause(decided) == f"gain of {option} fell from 0.90 to 0.60"
+    assert watched.cause(decided) == f"gain of {spoken(option)} fell from 0.90 to 0.60"
     assert watched.gain == {TOPK: pytest.approx(0.9), option: 0.6}
     watched.start_plan([])
     watched.add_gains({TOPK: 0.9})
@@ -159,4 +160,4 @@ def test_of_gains_that_changed_together_that_of_the_codec_in_use_is_said() -> No
     watched = GainWatch([TOPK])
     for gain in (0.9, 0.6, 0.6):
         watched.add_gains({QSGD: gain, TOPK: gain})
-    assert watched.cause({TOPK: 0.9, QSGD: 0.9}) == f"gain of {TOPK} fell from 0.90 to 0.60"
+    assert watched.cause({TOPK: 0.9, QSGD: 0.9}) == f"gain of {spoken(TOPK)} fell from 0.90 to 0.60"

@@ -110,9 +110,9 @@ def test_groups_of_an_earlier_plan_become_zero_and_bytes_belong_to_their_codec()
     dense = transfer._replace(codec="none", scheme="dense", sent_bytes=8000, wire_bytes=4000)
     metrics.export_steps([first])
     metrics.export_steps([replace(first, step=1, transfers=(dense, dense))])
-    assert sink.of("cgx_ray_groups") == {"topk": 0, "none": 2}
-    assert sink.of("cgx_ray_wire_bytes") == {"topk": 1500, "none": 16000}
-    assert sink.of("cgx_ray_steps") == {"topk": 1, "none": 1}
+    assert sink.of("cgx_ray_groups") == {"topk": 0, "dense": 2}
+    assert sink.of("cgx_ray_wire_bytes") == {"topk": 1500, "dense": 16000}
+    assert sink.of("cgx_ray_steps") == {"topk": 1, "dense": 1}
 
 
 def test_density_and_bits_are_means_over_elements() -> None:

@@ -82,6 +82,16 @@ def test_links_are_read_as_people_write_them(latency: str, bandwidth: str, alpha
     assert (link.alpha_s, link.bandwidth_gbps) == (pytest.approx(alpha_s), pytest.approx(gbps))
 
 
+def test_sizes_and_shares_are_read_as_people_write_them() -> None:
+    link = ("--workers", "4", "--latency", "1ms", "--bandwidth", "1gbps", "--json", "-")
+    said = [
+        CliRunner().invoke(main, ["collective", "--numel", numel, "--density", density, *link]).stdout
+        for numel, density in (("25M", "1%"), ("25000000", "0.01"))
+    ]
+    assert said[0] == said[1]
+    assert "costs_ms" in said[0]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -99,7 +109,7 @@ def test_what_cannot_be_is_one_clear_error(changes: dict[str, str], message: str
     given = {"--numel": "1000", "--density": "0.1", "--workers": "4", "--latency": "1ms", "--bandwidth": "1gbps"}
     arguments = [word for pair in {**given, **changes}.items() for word in pair]
     result = CliRunner().invoke(main, ["collective", *arguments])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in result.output, result.output
     assert "Traceback" not in result.output
 

@@ -56,5 +56,5 @@ def test_an_installed_policy_decides_a_real_training(tmp_path: Path) -> None:
     assert set(map(journal_problem, lines)) == {""}
     assert lines[0]["policy"]["name"] == "thrifty:Thrifty"
     (first, *_) = [line for line in lines if line["event"] == "decision"]
-    assert first["new"]["plan"].startswith("qsgd:bits=4"), first["new"]
+    assert first["new"]["plan"].startswith("qsgd 4-bit"), first["new"]
     assert "Mbit/s, so" in first["reason"]

@@ -84,8 +84,7 @@ def plan(
         _check_no_network(context)
         answer_for_clusters(clusters, given, json_path, plot)
         return
-    if given["workers"] is None:
-        raise ConfigError("the network is unknown; give --workers, --latency and --bandwidth, or --clusters FILE")
+    _check_network(given)
     question, console = read_question(**given), console_for(json_path)
     scenario, sweep, price = question.scenario, question.sweep, question.price
     answer = scenario.solve()
@@ -109,6 +108,15 @@ def plan(
             "sweep": None if sweep is None else describe_sweep(sweep, points),
         }
         write_json(json_path, described)
+
+
+def _check_network(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the network is not described, naming what is missing."""
+    needed = ("workers",) if given["profile"] is not None else ("workers", "latency", "bandwidth")
+    missing = [f"--{name}" for name in needed if given[name] is None]
+    if missing:
+        remedy = " and ".join(filter(None, [", ".join(missing[:-1]), missing[-1]]))
+        raise ConfigError(f"the network is unknown; give {remedy}, or --clusters FILE for several")
 
 
 def _check_no_network(context: click.Context) -> None:

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from cgx_ray.plan import DENSE, Option, Scheme
+from cgx_ray.plan import Option
 from cgx_ray.planner.joint import BestPlan
 from cgx_ray.planner.prediction import Prediction
 from cgx_ray.planner.scenario import Sweep
@@ -19,23 +19,18 @@ from cgx_ray.planner.timeline import BACKWARD, Resource, StageSpan
 from cgx_ray.report.style import (
     BLUE,
     DENSE_COLOR,
-    GREEN,
     GREY,
     INK,
-    ORANGE,
-    PURPLE,
-    SKY,
-    YELLOW,
     add_title,
     clean,
+    codec_color,
     new_figure,
     plain_numbers,
 )
 
 _COMPUTE_COLOR = GREY
 # Dense, but in two stages: inside nodes and between them.
-_DENSE_INSIDE_COLOR = ORANGE
-_CODEC_COLORS = (BLUE, GREEN, PURPLE, SKY, YELLOW)
+_PLANNED_COLOR = BLUE
 _LANES: Mapping[Resource, str] = {
     Resource.COMPUTE: "compute",
     Resource.CODEC: "codec",
@@ -85,14 +80,12 @@ def draw_change(before: Prediction, after: Prediction, *, width: float) -> Figur
 
 
 def _colors(options: Iterable[Option]) -> dict[str, str]:
-    """Return a colour per option: dense options in orange, the others in order of appearance."""
+    """Return a colour per option: that of its codec, lighter for its further options."""
     colors: dict[str, str] = {}
-    palette = itertools.cycle(_CODEC_COLORS)
+    seen: Counter[str] = Counter()
     for option in dict.fromkeys(options):
-        if option.scheme is Scheme.DENSE:
-            colors[str(option)] = DENSE_COLOR if option == DENSE else _DENSE_INSIDE_COLOR
-        else:
-            colors[str(option)] = next(palette)
+        colors[option.describe()] = codec_color(option.codec.name, seen[option.codec.name])
+        seen[option.codec.name] += 1
     return colors
 
 
@@ -110,7 +103,7 @@ def _lanes(steps: Sequence[Prediction]) -> list[Resource]:
 
 def _draw_step(axes: Axes, name: str, step: Prediction, lanes: Sequence[Resource], colors: Mapping[str, str]) -> None:
     for span in step.timeline.spans:
-        color = _COMPUTE_COLOR if span.stage.name == BACKWARD else colors[str(step.groups[span.group].option)]
+        color = _COMPUTE_COLOR if span.stage.name == BACKWARD else colors[step.groups[span.group].option.describe()]
         _draw_span(axes, span, lanes, color)
     end_ms = 1e3 * step.step_s
     axes.axvline(end_ms, color=INK, linewidth=1)
@@ -160,7 +153,7 @@ def _draw_sweep(axes: Axes, sweep: Sweep, points: Sequence[BestPlan], colors: Ma
     values, middle = list(sweep.values), len(sweep.values) // 2
     lines = (
         ("dense", [1e3 * point.dense.step_s for point in points], DENSE_COLOR, "-", 5),
-        ("planned", [1e3 * point.best.step_s for point in points], _CODEC_COLORS[0], "-", 5),
+        ("planned", [1e3 * point.best.step_s for point in points], _PLANNED_COLOR, "-", 5),
         ("compute alone", [1e3 * point.dense.compute_s for point in points], _COMPUTE_COLOR, "--", -14),
     )
     axes.set_xscale("log")
@@ -169,12 +162,14 @@ def _draw_sweep(axes: Axes, sweep: Sweep, points: Sequence[BestPlan], colors: Ma
         axes.plot(values, step_ms, style, color=color, linewidth=2.2, label=name)
         at = (values[middle], step_ms[middle])
         axes.annotate(name, at, (4, label_pt), textcoords="offset points", color=color, fontweight="bold")
-    axes.fill_between(values, lines[1][1], lines[0][1], color=_CODEC_COLORS[0], alpha=0.08, linewidth=0)
+    axes.fill_between(values, lines[1][1], lines[0][1], color=_PLANNED_COLOR, alpha=0.08, linewidth=0)
     low, high = axes.get_ylim()
     axes.set_ylim(low / (high / low) ** 0.16, high * (high / low) ** 0.05)
     edges = [values[0], *(math.sqrt(a * b) for a, b in itertools.pairwise(values)), values[-1]]
     for index, point in enumerate(points):
-        axes.axvspan(edges[index], edges[index + 1], 0, 0.07, color=colors[str(main_option(point.best))], linewidth=0)
+        axes.axvspan(
+            edges[index], edges[index + 1], 0, 0.07, color=colors[main_option(point.best).describe()], linewidth=0
+        )
     axes.text(0.006, 0.033, "option of most bytes", transform=axes.transAxes, color="white", fontsize=8, va="center")
     axes.set_xlim(values[0], values[-1])
     axes.set_xlabel(f"{sweep.name}, {sweep.unit}" if sweep.name != "workers" else "workers")

@@ -58,7 +58,7 @@ def group_table(step: Prediction) -> Table:
             f"{group.numel:,}",
             f"{group.dense_bytes / 1e6:.2f}",
             f"{group.wire_bytes / 1e6:.3f}",
-            str(group.option),
+            group.option.describe(),
         )
     return table
 

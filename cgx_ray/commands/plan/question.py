@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cgx_ray.commands.collective import parse_link
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import CodecSpec, check_period
+from cgx_ray.plan import CodecSpec, check_period, spoken
 from cgx_ray.planner.cost import Link, check_positive
 from cgx_ray.planner.fidelity import PERIOD_LOSSES
 from cgx_ray.planner.models import ModelDescription, load_model
@@ -194,14 +194,16 @@ def _about_compute(model: ModelDescription, gpu: str | None, measured: Profile) 
 def _about_codecs(scenario: Scenario, measured: Profile, given: Mapping[str, float]) -> list[str]:
     """Return the assumptions about codecs. `given`: gains that the user gave."""
     threads = format_count(measured.threads, "thread")
-    kept = ", ".join(f"{codec} {gain:.3g}" for codec, gain in TYPICAL_GAINS.items() if codec not in given)
+    kept = ", ".join(f"{spoken(codec)} {gain:.3g}" for codec, gain in TYPICAL_GAINS.items() if codec not in given)
     assumptions = [
         f"codec times of {measured.device}, {threads}; --profile takes those of your machine",
         f"codecs keep as much of a gradient as of a small GPT's ({kept}); --gain takes what yours keep",
     ]
     dropped = [codec for codec, gain in scenario.gain.items() if gain < scenario.min_gain]
     if dropped:
-        assumptions.append(f"{', '.join(dropped)} left out: they keep less than {scenario.min_gain:g} (--min-gain)")
+        assumptions.append(
+            f"{', '.join(map(spoken, dropped))} left out: they keep less than {scenario.min_gain:g} (--min-gain)"
+        )
     if scenario.periods != (1,):
         lost = ", ".join(f"{loss - 1:.1%} every {period}" for period, loss in PERIOD_LOSSES.items())
         assumptions.append(f"rarer exchanges cost as much loss as a small GPT's ({lost} steps): see docs/period.md")

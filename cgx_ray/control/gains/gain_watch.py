@@ -38,7 +38,7 @@ from cgx_ray.control.gains.loss_trend import LEARNING_GAIN, LearningPhase
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.learned.measured import non_dense_options
 from cgx_ray.control.network.changes import ChangeDetector
-from cgx_ray.plan import CodecSpec, Device, Option, Plan
+from cgx_ray.plan import CodecSpec, Device, Option, Plan, spoken
 
 # Smallest change of a gain that triggers a new decision. Smaller ones are left to the regular review.
 GAIN_CHANGE = 0.1
@@ -150,7 +150,7 @@ class GainWatch:
             now = gain[name]
             before = _lookup(decided, name)
             if before is not None and abs(now - before) > GAIN_CHANGE:
-                return f"gain of {name} {'fell' if now < before else 'rose'} from {before:.2f} to {now:.2f}"
+                return f"gain of {spoken(name)} {'fell' if now < before else 'rose'} from {before:.2f} to {now:.2f}"
         return None
 
     def acknowledge(self) -> None:
@@ -268,7 +268,7 @@ class KnownGains:
         """Return in words which gain calls for a new decision, or None. `decided`: of the last decision."""
         cause = self._watch.cause(decided)
         new = sorted(name for name in self.usable.keys() - self._offered if not self._watch.is_in_use(name))
-        return f"gain of {new[0]} is known now" if cause is None and new else cause
+        return f"gain of {spoken(new[0])} is known now" if cause is None and new else cause
 
     def acknowledge(self, decided: Mapping[str, float]) -> None:
         """Note that a decision has taken the gains `decided` into account."""

@@ -69,6 +69,8 @@ class LoopFacts:
     predicted_dense_step_s
                       of a dense step, predicted with the last decision; dense_step_s is the same as it is known now,
                       with the errors that dense steps have taught
+    is_dense_measured
+                      dense steps were measured on the network of now
     speed_up          see `StepsBesidePredictions.speed_up`
     prediction_error  of the last outcome: measured over predicted seconds, less 1
     plan_version      of the newest plan
@@ -102,6 +104,7 @@ class LoopFacts:
     num_reverts: Mapping[str, int]
     report_age_s: Mapping[str, float]
     num_incomplete_steps: int
+    is_dense_measured: bool = False
     num_faults: Mapping[tuple[int, str], int] = field(default_factory=dict)
 
     @property

@@ -30,11 +30,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cgx_ray.control.journal.recorded import cost_fields, group_fields, situation_fields
+from cgx_ray.control.journal.sentences import RunTotals
 from cgx_ray.control.policies.policy import Decision, Policy, Situation
 from cgx_ray.control.trial.outcome import PendingOutcome
 from cgx_ray.monitors.sample import Fault
 from cgx_ray.plan import Layer, Plan
 from cgx_ray.planner.candidates import CodecCost
+from cgx_ray.planner.fidelity import expected_loss
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.prediction import Measured, groups_of
 
@@ -57,6 +59,7 @@ class Journal:
     """Appends to `path`. When the disk is full, lines are lost but training goes on.
 
     recent      newest lines, whether or not they reached the disk
+    totals      over all lines, those of earlier controllers of the run included
     num_errors  lines that were lost
     """
 
@@ -64,10 +67,12 @@ class Journal:
         self.path = path
         self.num_errors = 0
         self.recent: deque[dict[str, Any]] = deque(maxlen=KEPT_LINES)
+        self.totals = RunTotals()
 
     def write(self, entry: dict[str, Any]) -> None:
         """Append `entry` on a line of its own. A failure loses the line; all are counted and the first is logged."""
         self.recent.append(entry)
+        self.totals.add_line(entry)
         try:
             line = json.dumps(entry, allow_nan=False).encode()
         except ValueError as error:
@@ -278,12 +283,18 @@ def _plan_fields(plan: Plan, layers: Sequence[Layer]) -> dict[str, Any]:
         counts = options.setdefault(
             str(group.option),
             {"groups": 0, "layers": 0, "numel": 0, "dense_bytes": 0, "wire_bytes": 0}
-            | {"codec": codec.name, "scheme": str(group.option.scheme), "density": codec.density or 1.0},
+            | {
+                "text": group.option.describe(),
+                "codec": codec.name,
+                "scheme": str(group.option.scheme),
+                "density": codec.density or 1.0,
+            },
         )
         added = (1, len(group.layers), group.numel, group.dense_bytes, group.wire_bytes)
         for name, number in zip(("groups", "layers", "numel", "dense_bytes", "wire_bytes"), added, strict=True):
             counts[name] += number
-    return {"version": plan.version, "plan": plan.describe(), "options": options}
+    loss = expected_loss((group.option.codec for group in plan.groups), plan.period)
+    return {"version": plan.version, "plan": plan.describe(), "expected_loss": loss, "options": options}
 
 
 def _measured_fields(measured: Measured) -> dict[str, Any]:

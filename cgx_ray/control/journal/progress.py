@@ -80,6 +80,11 @@ class Progress:
             yield self._line(self._sums.pop(0), time_s, facts())
             self._last_s, due_s = now_s, now_s + LINE_S
 
+    def last_lines(self, time_s: float, facts: Callable[[], LoopFacts]) -> Iterator[dict[str, Any]]:
+        """Yield the lines of the steps that are in none yet, at the end. Arguments are those of `due_lines`."""
+        while self._sums:
+            yield self._line(self._sums.pop(0), time_s, facts())
+
     def _line(self, sums: _Sums, time_s: float, facts: LoopFacts) -> dict[str, Any]:
         rate = facts.bandwidth
         return {
@@ -88,6 +93,7 @@ class Progress:
             **sums.fields(),
             "bandwidth_gbps": [8e-9 * value for value in (rate.low, rate.value, rate.high)] if rate else None,
             "latency_ms": facts.latency_s * 1e3 if facts.latency_s is not None else None,
+            "is_dense_measured": facts.is_dense_measured,
             "slow_ranks": sorted(facts.slow_ranks),
             "silent_nodes": sorted(facts.silent_nodes),
         }

@@ -43,7 +43,15 @@ from cgx_ray.control.policies.policy import (
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Given, Option, Scheme, make_plan
 from cgx_ray.planner.candidates import codec_cost_of, offloaded
-from cgx_ray.planner.fidelity import PERIOD_LOSSES, Fidelity, codecs_of, describe_costs, loss_of, periods_of
+from cgx_ray.planner.fidelity import (
+    PERIOD_LOSSES,
+    Fidelity,
+    codecs_of,
+    describe_costs,
+    describe_kept,
+    loss_of,
+    periods_of,
+)
 from cgx_ray.planner.joint import BestPlan, best_plan
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.planner.prediction import PlannedGroup, Prediction, groups_of, period_of, predict
@@ -146,7 +154,7 @@ class Adaptive(Policy):
         is_other = best.groups != current.groups
         if is_other and self._may_stay(situation, current) and not self._is_worth(situation, current, found):
             kept, other = current.describe_options(), best.describe_options()
-            what, least = other if other != kept else "another grouping", _least_improvement(current, planner_input)
+            what, least = other if other != kept else "other groups", _least_improvement(current, planner_input)
             best, reason = current, f"{cause}: kept {kept}; {what} would be less than {least:.0%} better"
         return situation.decision(best, reason, dense=found.dense)
 
@@ -306,10 +314,8 @@ def _describe_best(found: BestPlan, planner_input: PlannerInput) -> str:
     if best.is_dense:
         return f"nothing beats dense; predicted {dense_s:.3f} s per step, bound by {found.dense.bound_by}"
     assert best.efficiency is not None
-    text = (
-        f"{best.describe_options()}; predicted {best_s:.3f} s per step (dense {dense_s:.3f} s), keeps "
-        f"{best.efficiency:.1%} of its progress"
-    )
+    kept = describe_kept((option.codec for option in best.options), best.period, best.efficiency)
+    text = f"{best.describe_options()}; predicted {best_s:.3f} s per step (dense {dense_s:.3f} s), {kept}"
     costs = describe_costs([option.codec for option in best.options], best.period)
     text = f"{text}; {costs}" if costs else text
     gap = f"{found.gap:.1%}"

@@ -103,7 +103,7 @@ def codec_trial(policy: Policy, situation: Situation, kept: Decision) -> tuple[C
     return codec, Decision(
         kind="replace",
         plan=trial.plan(version=situation.plan.version + 1, world_size=situation.plan.world_size),
-        reason=f"{kept.reason}; time {codec} in one layer",
+        reason=f"{kept.reason}; time {codec.describe()} in one layer",
         predicted=trial,
         step_s=situation.planner_input.step_s(trial),
         dense_s=kept.dense_s,

@@ -59,6 +59,10 @@ class DenseBaseline:
             self._link = link
         self._logs.append(log_ratio)
 
+    def is_of(self, link: Link) -> bool:
+        """Return whether the steps were on `link`, as far as plans are concerned."""
+        return self._link is not None and network_cause(self._link, link) is None
+
     def on(self, link: Link) -> Evidence:
         """Return what is known of dense steps on `link`."""
         if self._link is None:

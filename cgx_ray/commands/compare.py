@@ -1,0 +1,73 @@
+"""`cgx-ray compare`: two runs side by side, from their journals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cgx_ray.commands.options import console_for, json_option
+from cgx_ray.commands.report import describe_run
+from cgx_ray.errors import ConfigError
+from cgx_ray.report.record import RunRecord, load_run
+from cgx_ray.report.run_facts import spans
+from cgx_ray.report.show import new_table, print_line, write_json
+from cgx_ray.units import format_seconds
+from cgx_ray.untrusted import printable
+
+_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+@click.command()
+@click.argument("first", metavar="A", type=_FOLDER)
+@click.argument("second", metavar="B", type=_FOLDER)
+@json_option("both runs, and the ratio of their step times")
+def compare(first: Path, second: Path, json_path: str | None) -> None:
+    """Compare two runs: time per step, loss and plans side by side.
+
+    A and B are folders of runs, each with its journal decisions.jsonl or with steps.jsonl. They should have trained the
+    same model, for the same number of steps if their losses are compared.
+    """
+    found = [describe_run(_read(folder)) for folder in (first, second)]
+    (one, other), console = found, console_for(json_path)
+    ratio = one["step_s"] / other["step_s"] if other["step_s"] else None
+    if ratio is not None:
+        faster = f"{max(ratio, 1 / ratio):.2f}x {'faster' if ratio >= 1 else 'slower'}"
+        print_line(console, f"a step of {other['name']} is {faster} than one of {one['name']}", style="bold")
+    table = new_table(None, "", *(printable(run["name"]) for run in found), wrap=True)
+    for name, show in _ROWS.items():
+        table.add_row(name, *(show(run) for run in found))
+    console.print(table)
+    if json_path is not None:
+        write_json(json_path, {"runs": found, "step_ratio": ratio})
+
+
+def _read(folder: Path) -> RunRecord:
+    record = load_run(folder.resolve())
+    if not spans(record):
+        raise ConfigError(f"{folder} holds no step: give the folder of a run, with its decisions.jsonl or steps.jsonl")
+    return record
+
+
+def _seconds(name: str) -> Callable[[dict[str, Any]], str]:
+    return lambda run: format_seconds(run[name]) if run[name] is not None else "-"
+
+
+def _number(name: str, form: str) -> Callable[[dict[str, Any]], str]:
+    return lambda run: format(run[name], form) if run[name] is not None else "-"
+
+
+_ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "steps": _number("num_steps", "d"),
+    "time per step": _seconds("step_s"),
+    "a dense step": lambda run: _seconds("dense_step_s")(run) + (", predicted" if run["is_predicted"] else ""),
+    "speed-up": lambda run: f"{run['speed_up']:.2f}x" if run["speed_up"] is not None else "-",
+    "loss at the end": _number("loss", ".4g"),
+    "validation loss": _number("validation_loss", ".4g"),
+    "expected loss over dense's": _number("expected_loss", ".3f"),
+    "plan at the end": lambda run: printable(run["plan"] or "dense"),
+    "since step": _number("since_step", "d"),
+    "new plans": _number("num_new_plans", "d"),
+}

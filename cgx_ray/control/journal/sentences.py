@@ -1,0 +1,206 @@
+"""Sentences that a user reads about a run: one per new plan, and the verdict at its end.
+
+Both are made from lines of the journal, so the log, `cgx-ray report` and a journal that is read years later say the
+same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from cgx_ray.units import format_count, format_seconds
+
+# Characters of a line of the log.
+MAX_LINE = 120
+# Characters of a cause that are worth a place in it.
+_MIN_CAUSE = 16
+# Share of the time from which a run counts as dense, and that of a step from which compute bounds it.
+MOSTLY_DENSE, MOSTLY_COMPUTE = 0.9, 0.85
+# Ratio of two times below which one is no faster: the promise's 3 %.
+SAME = 1.03
+DENSE = "dense"
+
+
+def decision_line(entry: Mapping[str, Any], codec: str | None = None) -> str:
+    """Return a decision of the journal in at most MAX_LINE characters. `codec`: that is timed by a trial."""
+    old, new, made_by = entry["old"]["plan"], entry["new"]["plan"], entry.get("made_by")
+    at, cause = f"step {entry['step']}: ", entry["situation"]["cause"]
+    if made_by == "codec_trial":
+        return _line(f"{at}trying {codec} on one layer for a few steps, to time it", "", "")
+    if made_by == "dense_trial":
+        return _line(f"{at}{DENSE} for a few steps, to compare {old} with it", "", "")
+    if made_by == "return":
+        return _line(f"{at}back to {new}", entry["reason"].partition(":")[0], "")
+    if entry["kind"] == "keep":
+        return _line(f"{at}stays with {new}", cause, "")
+    if made_by == "guard":
+        cause = entry["reason"].partition(";")[0]
+    head = f"{at}{new}" if new != old else f"{at}other groups of {new}"
+    step_s, dense_s = (format_seconds(float(f"{entry[f'predicted_{name}_s']:.2g}")) for name in ("step", "dense"))
+    tail = f"; predicted {step_s} per step" + (f", {DENSE} {dense_s}" if new != DENSE else "")
+    # The old plan is in an earlier line, the cause is not.
+    instead = f" instead of {old}" if new != old else ""
+    if len(head) + len(instead) + 2 + len(cause) + len(tail) <= MAX_LINE:
+        head += instead
+    return _line(head, cause, tail)
+
+
+def _line(head: str, cause: str, tail: str) -> str:
+    """Join the parts; a cause for which there is no room is cut, or left out."""
+    room = MAX_LINE - len(head) - len(tail) - 2
+    if cause and room >= min(_MIN_CAUSE, len(cause)):
+        head = f"{head}: {_cut(cause, room)}"
+    return _cut(head + tail, MAX_LINE)
+
+
+def _cut(text: str, room: int) -> str:
+    return text if len(text) <= room else f"{text[: room - 3].rstrip()}..."
+
+
+class _InForce(NamedTuple):
+    """A plan in words.
+
+    loss      expected over dense's, None if it was not measured
+    has_loss  False in journals of old versions, which say nothing of it
+    """
+
+    plan: str
+    loss: float | None
+    has_loss: bool
+
+    @property
+    def is_dense(self) -> bool:
+        return self.plan == DENSE
+
+
+@dataclass(kw_only=True)
+class RunTotals:
+    """Sums over the steps of a run, from lines of its journal. Times between steps are in none.
+
+    plan      in force at the end; since which step
+    num_steps that are known beside dense ones, of all `num_all`
+    steps_s   their seconds; `as_dense_s` those of dense steps in their place, `in_dense_s` of steps that were dense
+    measured_s
+              seconds of others, on networks where dense was measured
+    """
+
+    plan: str = DENSE
+    since: int = 0
+    num_all: int = 0
+    num_steps: int = 0
+    steps_s: float = 0.0
+    as_dense_s: float = 0.0
+    in_dense_s: float = 0.0
+    measured_s: float = 0.0
+    compute_s: float = 0.0
+    all_s: float = 0.0
+    is_static: bool = False
+    _plans: dict[int, _InForce] = field(default_factory=dict)
+
+    def add_line(self, entry: Mapping[str, Any]) -> None:
+        """Add a line of the journal, in its order. Lines of other events change nothing."""
+        if entry["event"] == "start":
+            self.is_static = entry["policy"]["kind"] == "static"
+            self._take_plan(entry["plan"])
+            self._set_plan(entry["plan"]["plan"], 0 if not self.num_all else None)
+        elif entry["event"] == "decision":
+            self._take_plan(entry["old"])
+            self._take_plan(entry["new"])
+            # Plans for a few steps are none that anything is since.
+            if entry["kind"] != "keep" and entry.get("made_by") not in ("codec_trial", "dense_trial", "return"):
+                self._set_plan(entry["new"]["plan"], entry["step"] + 1)
+        elif entry["event"] == "progress" and entry["num_steps"]:
+            self._add_progress(entry)
+
+    def _take_plan(self, plan: Mapping[str, Any]) -> None:
+        if "version" in plan:
+            self._plans[plan["version"]] = _InForce(plan["plan"], plan.get("expected_loss"), "expected_loss" in plan)
+
+    def _set_plan(self, plan: str, step: int | None) -> None:
+        if plan != self.plan or step == 0:
+            self.plan = plan
+            self.since = self.since if step is None else step
+
+    def _in_force(self, version: int) -> _InForce | None:
+        """Return the plan of a step. The fallback of a trial's lease and a permanent plan have no decision.
+
+        They are one and two versions after the plan on trial.
+        """
+        known = [one for one in sorted(self._plans) if one <= version]
+        is_fallback = len(known) > 1 and version == known[-1] + 1
+        return self._plans[known[-2 if is_fallback else -1]] if known else None
+
+    def _add_progress(self, entry: Mapping[str, Any]) -> None:
+        num_steps, speed_up = entry["num_steps"], entry.get("speed_up")
+        seconds, plan = num_steps * entry["step_s"], self._in_force(entry["version"])
+        self.num_all += num_steps
+        self.all_s += seconds
+        self.compute_s += num_steps * min(entry["compute_s"], entry["step_s"])
+        if speed_up is None:
+            return
+        self.num_steps += num_steps
+        self.steps_s += seconds
+        self.as_dense_s += speed_up * seconds
+        if plan is not None and plan.is_dense:
+            self.in_dense_s += seconds
+        elif entry.get("is_dense_measured"):
+            self.measured_s += seconds
+
+    @property
+    def is_predicted(self) -> bool:
+        """True if most other steps ran on networks where no dense step was measured."""
+        return self.measured_s < (self.steps_s - self.in_dense_s) / 2
+
+    @property
+    def expected_loss(self) -> float | None:
+        """Of the plan at the end, over dense's; None if it was not measured."""
+        losses = [one.loss for one in self._plans.values() if one.plan == self.plan]
+        return 1.0 if self.plan == DENSE else losses[-1] if losses else None
+
+    @property
+    def speed_up(self) -> float | None:
+        """Seconds of dense steps over those of the run, None if nothing is known of them."""
+        return self.as_dense_s / self.steps_s if self.steps_s > 0 else None
+
+    def verdict(self, beside: tuple[float, float] | None = None) -> str:
+        """Return what the run has brought, in one line. It holds for whole runs, also under several plans.
+
+        beside  mean seconds of a step of this run, and of a run that was dense and trained beside it
+        """
+        known = beside or (self.num_steps and (self.steps_s / self.num_steps, self.as_dense_s / self.num_steps))
+        if not known:
+            return f"{format_count(self.num_all, 'step')} under {self.plan}: too few to say how fast {DENSE} would be"
+        if beside is None and self.in_dense_s >= MOSTLY_DENSE * self.steps_s:
+            return self._dense_verdict()
+        step_s, dense_s = known
+        ratio, (took, dense_took) = dense_s / step_s, map(format_seconds, known)
+        said = f"{ratio:.2g}x faster than {DENSE}" if ratio < 9.95 else f"{ratio:.0f}x faster than {DENSE}"
+        if ratio < SAME:
+            said = f"{1 / ratio:.2f}x slower than {DENSE}" if ratio < 1 / SAME else f"as fast as {DENSE}"
+        is_predicted = beside is None and self.is_predicted
+        beside_it = f"{took} per step, {DENSE} predicted {dense_took}" if is_predicted else ""
+        return "; ".join([f"{said} ({beside_it or f'{took} instead of {dense_took} per step'})", *self._about_plan()])
+
+    def _about_plan(self) -> list[str]:
+        since = f"since step {self.since}" if self.since else "from the first step on"
+        loss = self.expected_loss
+        if self.plan == DENSE or not any(one.has_loss for one in self._plans.values()):
+            return [f"{self.plan} {since}"]
+        cost = f"expected loss {loss:.3f} of {DENSE}" if loss is not None else "its cost in loss was not measured"
+        return [f"{self.plan} {since}", cost]
+
+    def _dense_verdict(self) -> str:
+        compute = self.compute_s / self.all_s if self.all_s > 0 else 0.0
+        why = "no other plan promised enough on this network"
+        if compute >= MOSTLY_COMPUTE:
+            why = "compute bounds your steps, compression would not pay here"
+        elif self.is_static:
+            why = f"as policy static keeps it; {1 - compute:.0%} of a step is not compute, so policy adaptive may help"
+        return f"{DENSE} {100 * self.in_dense_s / self.steps_s:.0f} % of the time: {why}"
+
+
+def report_hint(folder: object) -> str:
+    """Return where to read more of a run."""
+    return f"Report: cgx-ray report {folder}"

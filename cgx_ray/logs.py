@@ -1,0 +1,51 @@
+"""Lines of the logger `cgx_ray`: shown as Python's logging is set up, else on standard error.
+
+A program that sets up logging decides alone: its handlers and levels hold for `cgx_ray` as for any other logger. In a
+process that has none, such as an actor or a plain script, lines from INFO on go to standard error. CGX_LOG_LEVEL
+changes that level, also for actors, which no script sets up.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TextIO
+
+from cgx_ray.errors import ConfigError
+
+VARIABLE = "CGX_LOG_LEVEL"
+NAME = "cgx_ray"
+
+
+class _Formatter(logging.Formatter):
+    """Names the level from WARNING on."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = f" {record.levelname.lower()}" if record.levelno >= logging.WARNING else ""
+        return f"{NAME}{level}: {super().format(record)}"
+
+
+class _LinesHandler(logging.StreamHandler[TextIO]):
+    """Leaves the lines to the handlers that the program sets up later, if it does."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            super().emit(record)
+
+
+def show_lines() -> None:
+    """Have the lines of this process shown. A second call changes nothing. Raises ConfigError for an unknown level."""
+    logger = logging.getLogger(NAME)
+    level = os.environ.get(VARIABLE, "").strip().upper()
+    if level:
+        known = logging.getLevelNamesMapping()
+        if level not in known:
+            raise ConfigError(f"{VARIABLE} {level!r} is not allowed; give DEBUG, INFO, WARNING or ERROR")
+        logger.setLevel(level)
+    if logger.hasHandlers():
+        return
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    handler = _LinesHandler()
+    handler.setFormatter(_Formatter())
+    logger.addHandler(handler)

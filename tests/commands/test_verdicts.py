@@ -1,0 +1,136 @@
+"""The verdict on a run where a user meets it: `cgx-ray report`, its page and JSON, and `cgx-ray compare`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+from support.control_runs import LAYERS, WORLD, registration, start
+
+from cgx_ray.cli import main
+from cgx_ray.control.journal.lines import Journal
+from cgx_ray.control.loop import ControlLoop
+from cgx_ray.control.policies.policy import Static
+from cgx_ray.plan import make_plan
+from cgx_ray.report.record import load_run
+from cgx_ray.report.run_facts import next_step, prediction_errors
+from cgx_ray.report.run_pictures import draw_density, draw_shares
+from cgx_ray.report.style import BLUE, DENSE_COLOR, codec_color
+
+QSGD = "qsgd 4-bit over sra"
+
+
+def train(folder: Path, *gbps: float) -> Path:
+    """Write the journal of an adaptive run, 40 steps on each network."""
+    run = start(folder)
+    for one in gbps:
+        run.gbps = one
+        run.run(40)
+    run.loop.end(1e3)
+    return folder
+
+
+def keep(folder: Path, codec: str) -> Path:
+    """Write the journal of a static run at 100 Mbit/s."""
+    run = start(folder)
+    policy = Static(codec)
+    run.loop = ControlLoop(policy, Journal(folder / "decisions.jsonl"))
+    scheme = policy.option.scheme
+    plan = make_plan(LAYERS, version=0, world_size=WORLD, codec=policy.option.codec, scheme=scheme)
+    run.loop.register(registration(first_plan=plan))
+    run.gbps = 0.1
+    run.run(40)
+    run.loop.end(1e3)
+    return folder
+
+
+def invoke(*words: object) -> str:
+    done = CliRunner().invoke(main, list(map(str, words)), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def report(run: Path, *words: str) -> tuple[str, str, dict[str, Any]]:
+    """Return the first line, the page and the JSON."""
+    files = {name: run / f"report.{name}" for name in ("html", "json", "png")}
+    options = ["--html", files["html"], "--json", files["json"], "--plot", files["png"]]
+    said = invoke("report", run, *options, *words)
+    (found,) = json.loads(files["json"].read_text())["runs"]
+    return said.splitlines()[0], files["html"].read_text(), found
+
+
+def test_the_verdict_is_the_first_line_of_the_report_its_page_and_its_json(tmp_path: Path) -> None:
+    first, page, found = report(train(tmp_path, 0.1))
+    assert first.startswith("cgx_ray: ")
+    assert f"x faster than dense ({found['step_s'] * 1e3:.0f}"[:22] in first
+    assert f"{QSGD} since step 4; expected loss 1.005 of dense." in first
+    assert first == f"cgx_ray: {found['verdict']}."
+    assert f'<p class="verdict">{found["verdict"]}.</p>' in page
+    assert found["speed_up"] > 1.5
+    assert (found["plan"], found["since_step"], found["expected_loss"]) == (QSGD, 4, pytest.approx(1.0046))
+
+
+def test_a_static_run_is_reported_and_compared_with_predicted_dense_steps(tmp_path: Path) -> None:
+    first, _, found = report(keep(tmp_path, "qsgd"))
+    assert found["is_predicted"]
+    assert "dense predicted" in first
+    assert f"{QSGD} from the first step on" in first
+    # As the adaptive run measures it on the same network.
+    adaptive = report(train(tmp_path / "adaptive", 0.1))[2]
+    assert found["dense_step_s"] == pytest.approx(adaptive["dense_step_s"], rel=0.3)
+
+
+def test_the_page_is_opened_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(click, "launch", opened.append)
+    report(train(tmp_path, 0.1), "--open")
+    assert opened == [(tmp_path / "report.html").as_uri()]
+
+
+def test_two_runs_are_compared_side_by_side(tmp_path: Path) -> None:
+    one, other = keep(tmp_path / "dense_run", "none"), keep(tmp_path / "quantized", "qsgd")
+    path = tmp_path / "compared.json"
+    said = invoke("compare", one, other, "--json", path)
+    found = json.loads(path.read_text())
+    assert said.splitlines()[0] == f"a step of quantized is {found['step_ratio']:.2f}x faster than one of dense_run"
+    assert [run["plan"] for run in found["runs"]] == ["dense", QSGD]
+    for row in ("time per step", "loss at the end", "expected loss over dense's", "plan at the end"):
+        assert row in said
+    done = CliRunner().invoke(main, ["compare", str(one), str(tmp_path / "nothing")])
+    assert done.exit_code == 2
+
+
+def test_one_decision_on_a_change_does_not_make_the_error(tmp_path: Path) -> None:
+    _, page, found = report(train(tmp_path, 1.0, 0.05))
+    errors = sorted(map(abs, prediction_errors(load_run(tmp_path))))
+    assert found["prediction_error"] == errors[len(errors) // 2] or found["prediction_error"] < max(errors)
+    assert "usual prediction error" in page
+
+
+def test_sentences_of_the_page_have_no_backticks_and_try_balanced_before_fast(tmp_path: Path) -> None:
+    record = load_run(train(tmp_path, 0.02))
+    text = next_step(record, None)
+    assert "fidelity='balanced'" in text, text
+    record.starts[-1]["policy"]["max_loss"] = 1.05
+    assert "fidelity='fast'" in next_step(record, None)
+    _, page, _ = report(tmp_path)
+    assert "`" not in page
+
+
+def test_charts_that_would_be_constant_are_left_out_and_each_codec_has_one_colour(tmp_path: Path) -> None:
+    constant = load_run(keep(tmp_path / "static", "bf16"))
+    assert draw_density(constant) is None
+    changing = load_run(train(tmp_path / "adaptive", 0.1))
+    assert draw_density(changing) is not None
+    picture = draw_shares(changing)
+    assert picture is not None
+    (legend,) = picture.figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert any(name.startswith("codec qsgd ") for name in names), names
+    assert codec_color("qsgd") == BLUE.lower()
+    assert codec_color("none") == codec_color("dense") == DENSE_COLOR.lower()
+    assert codec_color("qsgd", 1) not in (codec_color("qsgd"), codec_color("bf16"))

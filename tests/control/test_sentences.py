@@ -1,0 +1,166 @@
+"""What a user reads: one line per decision, and the verdict on a run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.control_runs import start
+
+from cgx_ray.control.journal.sentences import MAX_LINE, RunTotals, decision_line
+from cgx_ray.logs import NAME
+
+QSGD = "qsgd 4-bit over sra"
+CAUSE = "bandwidth fell from 1.00 Gbit/s to 94 Mbit/s"
+
+
+def decided(old: str, new: str, *, step: int = 12, **others: Any) -> dict[str, Any]:
+    plans = {"old": {"version": 0, "plan": old}, "new": {"version": 1, "plan": new, "expected_loss": 1.003}}
+    line = {"event": "decision", "step": step, "kind": "replace", "made_by": "policy", "situation": {"cause": CAUSE}}
+    return {**line, **plans, "reason": "", "predicted_step_s": 0.6, "predicted_dense_s": 1.9, **others}
+
+
+def progress(version: int, num_steps: int, step_s: float, speed_up: float | None, **others: Any) -> dict[str, Any]:
+    steps = {"event": "progress", "version": version, "num_steps": num_steps, "step_s": step_s, "speed_up": speed_up}
+    return {**steps, "compute_s": 0.3, "is_dense_measured": True, **others}
+
+
+def started(plan: str = "dense", kind: str = "adaptive") -> dict[str, Any]:
+    plans = {"version": 0, "plan": plan, "expected_loss": 1.0 if plan == "dense" else 1.003}
+    return {"event": "start", "policy": {"kind": kind}, "plan": plans}
+
+
+def totals(*lines: dict[str, Any]) -> RunTotals:
+    found = RunTotals()
+    for line in lines:
+        found.add_line(line)
+    return found
+
+
+def test_a_new_plan_is_one_line_in_plain_words() -> None:
+    numbers = "predicted 600 ms per step, dense 1.9 s"
+    short = decided("dense", QSGD, situation={"cause": "regular review"})
+    assert decision_line(short) == f"step 12: {QSGD} instead of dense: regular review; {numbers}"
+    # Where both have no room, the old plan is left out: the line before had it.
+    assert decision_line(decided("dense", QSGD)) == f"step 12: {QSGD}: {CAUSE}; {numbers}"
+    assert decision_line(decided(QSGD, QSGD)).startswith(f"step 12: other groups of {QSGD}: bandwidth fell from 1.00")
+    back = decision_line(decided(QSGD, "dense", made_by="guard", kind="disable", reason="12% slower; banned"))
+    assert back == f"step 12: dense instead of {QSGD}: 12% slower; predicted 600 ms per step"
+
+
+def test_measuring_steps_say_what_they_are_for() -> None:
+    trial = decision_line(decided("dense", "bf16 over sra", made_by="codec_trial"), "bf16")
+    assert trial == "step 12: trying bf16 on one layer for a few steps, to time it"
+    compare = decision_line(decided(QSGD, "dense", made_by="dense_trial"))
+    assert compare == f"step 12: dense for a few steps, to compare {QSGD} with it"
+    back = decision_line(decided("dense", QSGD, made_by="return", reason="dense is measured: back to 2x"))
+    assert back == f"step 12: back to {QSGD}: dense is measured"
+
+
+@pytest.mark.parametrize("length", [10, 60, 200])
+def test_no_line_is_longer_than_120_characters(length: int) -> None:
+    entry = decided(QSGD, "x" * length, situation={"cause": "y" * length})
+    assert len(decision_line(entry)) <= MAX_LINE
+
+
+def test_decisions_that_keep_the_plan_are_debug_and_new_plans_are_info(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, NAME)
+    run = start(tmp_path)
+    run.gbps = 0.1
+    run.run(80)
+    run.loop.end(1e6)
+    said = [(one.levelno, one.getMessage()) for one in caplog.records if one.name.startswith(NAME)]
+    plans = [text for level, text in said if level == logging.INFO and text.startswith("step ")]
+    assert plans[0].startswith(f"step 3: {QSGD} instead of dense: first measurements; predicted ")
+    kept = [text for level, text in said if "stays with" in text]
+    assert len(kept) > 0
+    assert all(level == logging.DEBUG for level, text in said if "stays with" in text)
+    assert max(len(text) for text in plans) <= MAX_LINE
+    level, verdict = said[-1]
+    assert level == logging.INFO
+    assert "x faster than dense (" in verdict
+    assert f"; {QSGD} since step 4; expected loss 1.005 of dense. Report: cgx-ray report {tmp_path}" in verdict
+
+
+def test_the_verdict_compares_measured_steps_with_what_dense_took_on_that_network() -> None:
+    run = totals(started(), progress(0, 10, 1.8, 1.0), decided("dense", QSGD), progress(1, 90, 0.45, 4.0))
+    # 18 s dense and 40.5 s under qsgd, which as dense steps would have taken 162 s.
+    assert run.speed_up == pytest.approx(180 / 58.5)
+    assert run.verdict() == (
+        f"3.1x faster than dense (585 ms instead of 1.8 s per step); {QSGD} since step 13; expected loss 1.003 of dense"
+    )
+    assert run.verdict(beside=(0.5, 2.0)).startswith("4x faster than dense (500 ms instead of 2 s per step); ")
+
+
+def test_a_verdict_on_a_network_without_dense_steps_says_that_it_is_predicted() -> None:
+    line = progress(0, 100, 0.5, 2.0, is_dense_measured=False)
+    run = totals(started(QSGD, "static"), line)
+    assert run.verdict() == (
+        f"2x faster than dense (500 ms per step, dense predicted 1 s); {QSGD} from the first step on; "
+        "expected loss 1.003 of dense"
+    )
+
+
+@pytest.mark.parametrize(
+    ("speed_up", "says"),
+    [(1.01, "as fast as dense ("), (0.99, "as fast as dense ("), (0.8, "1.25x slower than dense (")],
+)
+def test_a_run_that_gained_nothing_is_told_so(speed_up: float, says: str) -> None:
+    assert totals(started(QSGD, "static"), progress(0, 9, 1.0, speed_up)).verdict().startswith(says)
+
+
+def test_a_dense_run_says_why() -> None:
+    both = progress(0, 97, 1.0, 1.0, compute_s=0.98), progress(1, 3, 1.0, 1.1)
+    run = totals(started(), both[0], decided("dense", QSGD), both[1])
+    assert run.verdict() == "dense 97 % of the time: compute bounds your steps, compression would not pay here"
+    run = totals(started(), progress(0, 9, 1.0, 1.0))
+    assert run.verdict() == "dense 100 % of the time: no other plan promised enough on this network"
+    run = totals(started(kind="static"), progress(0, 9, 1.0, 1.0))
+    assert "70% of a step is not compute" in run.verdict()
+
+
+def test_a_journal_of_an_old_version_says_nothing_of_the_loss() -> None:
+    start = started(QSGD, "static")
+    del start["plan"]["expected_loss"]
+    assert totals(start, progress(0, 9, 1.0, 2.0)).verdict().endswith(f"{QSGD} from the first step on")
+
+
+def test_too_few_steps_are_no_verdict() -> None:
+    said = "1 step under dense: too few to say how fast dense would be"
+    assert totals(started(), progress(0, 1, 1.0, None)).verdict() == said
+
+
+def test_trials_and_their_fallback_are_no_new_plan() -> None:
+    trial = decided(QSGD, "bf16 over sra", step=20, made_by="codec_trial")
+    trial |= {"old": {"version": 0, "plan": QSGD}, "new": {"version": 1, "plan": "bf16 over sra"}}
+    run = totals(started(QSGD), trial, progress(2, 5, 1.0, 2.0))
+    assert (run.plan, run.since, run.in_dense_s) == (QSGD, 0, 0.0)
+    # The fallback of version 1, which is dense, is version 2; version 3 is the permanent one.
+    for version, dense_s in ((2, 5.0), (3, 0.0)):
+        run = totals(started(), decided("dense", QSGD), progress(version, 5, 1.0, 2.0))
+        assert run.in_dense_s == dense_s
+
+
+def shown(code: str, **env: str) -> str:
+    """Return what a new process shows of three lines, after `code`."""
+    lines = "; ".join(f"log.{level}({level!r})" for level in ("debug", "info", "warning"))
+    code = f"import logging; from cgx_ray.logs import show_lines; {code}; show_lines(); show_lines(); "
+    argv = [sys.executable, "-c", f"{code}log = logging.getLogger('cgx_ray.control.loop'); {lines}"]
+    return subprocess.run(argv, capture_output=True, text=True, env={**os.environ, **env}, check=False).stderr
+
+
+def test_lines_follow_python_s_logging_and_are_shown_from_info_on_where_nothing_is_set_up() -> None:
+    assert shown("pass") == "cgx_ray: info\ncgx_ray warning: warning\n"
+    assert shown("pass", CGX_LOG_LEVEL="debug") == "cgx_ray: debug\ncgx_ray: info\ncgx_ray warning: warning\n"
+    assert shown("logging.basicConfig()") == "WARNING:cgx_ray.control.loop:warning\n"
+    late = shown("show_lines(); logging.basicConfig()").splitlines()
+    assert late == ["INFO:cgx_ray.control.loop:info", "WARNING:cgx_ray.control.loop:warning"], "each line once"
+    assert shown("logging.getLogger('cgx_ray').setLevel('ERROR')") == ""
+    assert "CGX_LOG_LEVEL 'LOUD' is not allowed; give DEBUG, INFO" in shown("pass", CGX_LOG_LEVEL="loud")
