@@ -178,6 +178,9 @@ class WorkerGroupState:
         if step.plan_version not in self._versions or step.num_steps != self.plan.period:
             # Also if ranks do not train alone yet, or have ended a round by hand.
             return False
+        if self.plan.period > 1 and self.plan.has_inside and self.decided is not None:
+            # Ranks count these sums as compute. The planner adds them to it.
+            step = replace(step, compute_s=max(0.0, step.compute_s - self.decided.inside_sum_s))
         same_plan = [one for one in self._recent if one.plan_version in self._versions]
         self._recent = [*same_plan[1 - LINK_STEPS :], step]
         self.losses.add_step(step, self._bits)

@@ -171,6 +171,11 @@ class Plan:
                     f"so give it groups of at most {MAX_INDEXED_NUMEL}"
                 )
 
+    @property
+    def has_inside(self) -> bool:
+        """True if ranks of a node sum among themselves first. In rounds they do it in each step (`engine.period`)."""
+        return any(group.option.intra is not Intra.FLAT for group in self.groups)
+
     def describe(self) -> str:
         """Return the option that most of the compressed groups use: `"qsgd 4-bit over sra"`.
 

@@ -21,7 +21,7 @@ from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.engine.layers import averaged_parameters, layers_of, sparse_modules
 from cgx_ray.engine.loss_scale import LossScale, Scaler
 from cgx_ray.errors import CGXError, ConfigError, listed
-from cgx_ray.plan import CodecSpec, Intra, Layer, Plan
+from cgx_ray.plan import CodecSpec, Layer, Plan
 from cgx_ray.runtime_ext.streams import streams_of
 from cgx_ray.session.agree import GatheredGroup, agree, connect
 from cgx_ray.session.attachment import process
@@ -72,7 +72,7 @@ def make_engine(
     if cuda_group is not None:
         groups.append(cuda_group)
     transport = connect(world, settings, lifeline, cuda_group)
-    is_used = settings.decides or any(group.option.intra is not Intra.FLAT for group in plan.groups)
+    is_used = settings.decides or plan.has_inside
     if is_used and transport.enqueues_sums and len(set(transport.nodes)) < transport.world_size:
         _sum_on_device_inside(transport, device, world.gather, groups)
     engine = _start_engine(layers, plan, transport, settings, device, loss_scale)

@@ -27,7 +27,7 @@ from cgx_ray.engine.period.rho import Rho
 from cgx_ray.engine.step import Content, PendingBucket
 from cgx_ray.engine.weight_check import WeightCheck
 from cgx_ray.errors import CGXError, ConfigError, StateError
-from cgx_ray.plan import STEPS_TOGETHER, Intra
+from cgx_ray.plan import STEPS_TOGETHER
 from cgx_ray.torch_compat import allows_uneven_inputs
 
 # State of one whose gradients are exchanged, and have not told rho yet.
@@ -116,8 +116,7 @@ class Rounds:
     @property
     def _is_inside(self) -> bool:
         """True if the plan in force has sums inside nodes, and nodes have several ranks."""
-        has_inside = any(group.option.intra is not Intra.FLAT for group in self._engine.plan.groups)
-        return has_inside and self._engine.sums.num_nodes < self._world_size
+        return self._engine.plan.has_inside and self._engine.sums.num_nodes < self._world_size
 
     @property
     def _is_due(self) -> bool:

@@ -1,0 +1,38 @@
+"""Rounds between nodes that sum inside in each step: ranks count these sums as compute, predictions have them beside."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.control_runs import LAYERS, WORLD, start
+
+from cgx_ray.plan import make_plan
+from cgx_ray.planner.cost import Link
+
+
+@pytest.mark.parametrize(("intra", "period"), [("dense", 4), ("flat", 4), ("dense", 1)])
+def test_sums_inside_nodes_are_no_compute_of_a_round(tmp_path: Path, intra: str, period: int) -> None:
+    run = start(tmp_path)
+    run.gbps = 0.1
+    run.run(5)
+    state = run.loop._state
+    assert state is not None
+    assert state.decided is not None
+    network = replace(
+        state.decided.network,
+        num_nodes=WORLD // 2,
+        ranks_per_node=2,
+        inside=Link.from_rates(bandwidth_gbps=1, latency_ms=0.1),
+    )
+    state.decided = replace(state.decided, network=network)
+    state.steps.plan = make_plan(
+        LAYERS, version=100, world_size=WORLD, codec="qsgd:bits=4", scheme="sra", intra=intra, period=period
+    )
+    state._versions = {100}
+    step = replace(state._recent[-1], plan_version=100, num_steps=period, step_s=5.0, compute_s=1.0)
+    assert state.add_step(step, 100.0)
+    inside_s = state.decided.inside_sum_s if (intra, period) == ("dense", 4) else 0.0
+    assert state.decided.inside_sum_s > 0.05
+    assert state._recent[-1].compute_s == pytest.approx(1.0 - inside_s)
