@@ -1,4 +1,4 @@
-"""Rounds between nodes that sum inside in each step: ranks count these sums as compute, predictions have them beside."""
+"""Rounds between nodes that sum inside in each step. Ranks count these sums as compute, predictions do not."""
 
 from __future__ import annotations
 
