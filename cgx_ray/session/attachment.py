@@ -122,6 +122,17 @@ class Attachment:
         """Times and bytes of the newest finished exchange."""
         return self._engine.last_step if self._engine is not None else None
 
+    def metrics(self) -> dict[str, float]:
+        """Return numbers of `last_step` by name, for TensorBoard, W&B, MLflow; empty where there is none.
+
+        cgx_ray/step_s, cgx_ray/compute_s    seconds of the step, and of the part that exchanges do not lengthen
+        cgx_ray/wire_mb, cgx_ray/dense_mb    what this rank has sent per step, and its gradients without compression
+        cgx_ray/period, cgx_ray/plan         steps per exchange, and the version of the plan
+
+        Waits for the measurement of the last step, so log every few steps.
+        """
+        return self.last_step.as_metrics() if self.last_step is not None else {}
+
     @property
     def last_spans(self) -> list[Span]:
         """Times of each group's phases in the last finished step of a DDP model; empty before the first step."""

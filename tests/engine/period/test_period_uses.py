@@ -155,8 +155,9 @@ def test_a_round_can_be_ended_by_hand() -> None:
     assert run_ranks(2, _ended) == [[False, True, True, True]] * 2
 
 
-def _sampled(rank: int) -> tuple[Any, Any]:
+def _sampled(rank: int) -> tuple[Any, Any, dict[str, float]]:
     training = _Training(rank)
+    assert training.attachment.metrics() == {}
     optimizer = torch.optim.SGD(training.model.parameters(), lr=0.01)
     samples = []
     for number in range(STEPS_TOGETHER + PERIOD):
@@ -165,17 +166,21 @@ def _sampled(rank: int) -> tuple[Any, Any]:
         optimizer.step()
         if number in (STEPS_TOGETHER - 1, STEPS_TOGETHER + PERIOD - 1):
             samples.append(training.attachment.last_step)
+    metrics = training.attachment.metrics()
     training.attachment.close()
-    return samples[0], samples[1]
+    return samples[0], samples[1], metrics
 
 
 def test_a_sample_of_a_round_is_its_mean_step() -> None:
-    for before, alone in run_ranks(2, _sampled):
+    for before, alone, metrics in run_ranks(2, _sampled):
         assert (before.num_steps, alone.num_steps) == (1, PERIOD)
         assert alone.step == STEPS_TOGETHER + PERIOD - 1
         assert alone.wire_bytes == round(before.wire_bytes / PERIOD)
         assert sum(one.sent_bytes for one in alone.transfers) == before.wire_bytes
         assert alone.dense_bytes == before.dense_bytes
+        assert metrics["cgx_ray/period"] == PERIOD
+        assert metrics["cgx_ray/wire_mb"] == alone.wire_bytes / 1e6
+        assert metrics["cgx_ray/step_s"] == alone.step_s
 
 
 def _broken(rank: int, scaler: torch.amp.GradScaler | None = None) -> tuple[str, bool]:
