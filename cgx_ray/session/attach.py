@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from cgx_ray.session import ddp
 from cgx_ray.session.agree import GatheredGroup, agree_on_settings, watch
 from cgx_ray.session.attachment import Attachment, own_groups, process
 from cgx_ray.session.local_control import LocalControl
-from cgx_ray.session.settings import MAX_TIMEOUT_S, Settings
+from cgx_ray.session.settings import MAX_TIMEOUT_S, POLICY_ARGUMENTS, Settings
 from cgx_ray.torch_compat import longest_timeout_s, uncompiled
 from cgx_ray.units import format_count
 
@@ -59,6 +59,7 @@ def attach(
     silent_s: float | None = None,
     parameters: CodecSpec | str | None = None,
     scaler: Scaler | None = None,
+    **more: Any,
 ) -> Attachment:
     """Average the gradients of `model` through cgx_ray from the next backward pass on. Call it on every rank.
 
@@ -78,6 +79,8 @@ def attach(
     scaler         a GradScaler, or an object whose `get_scale()` returns the same on all ranks. It is asked during
                    backward. Needed only if something other than a GradScaler scales the losses: the GradScaler that
                    has scaled the loss of a backward pass is found by itself, whenever it was made
+    more           all else that CGXConfig takes, by the same names, such as `exclude`, `overrides` and `seed`; with a
+                   policy by name also its arguments, such as `fidelity`
 
     Codecs' memory follows the loss scale. If the scale cannot be known, backward with a codec that has memory (topk,
     powersgd, ef_signsgd, ...) raises CGXError: losses of one backward pass have several scales; a scale is 0, Inf or
@@ -88,7 +91,7 @@ def attach(
     TransportError if ranks cannot connect, StateError if a rank cannot restore its state from Ray Train's checkpoint,
     LimitError if a rank may open no more files or start no more threads, CGXError for what no one expected.
     """
-    others = {
+    others = {name: value for name, value in more.items() if name not in POLICY_ARGUMENTS} | {
         "transport": transport,
         "shared_memory": shared_memory,
         "timeout_s": timeout_s,
@@ -97,6 +100,7 @@ def attach(
         "silent_s": silent_s,
     }
     choice = {"codec": codec, "scheme": scheme, "intra": intra, "period": period}
+    choice |= {name: value for name, value in more.items() if name in POLICY_ARGUMENTS}
     make_settings = partial(_settings, policy, folder, plan, choice, others)
     asks, model = all(one is None for one in (policy, plan, *choice.values())), uncompiled(model)
     process.attachment = _attach(model, plan, make_settings, folder, parameters, scaler, asks_controller=asks)
@@ -114,6 +118,12 @@ def attach_with(
     return process.attachment
 
 
+_SETTINGS = {field.name for field in fields(Settings)}
+# Settings that make plans. Those of a Ray Train worker come from the controller.
+_OF_PLANS = ("overrides", "exclude", "group_bytes")
+_OF_STATIC = ("codec", "scheme", "intra", "period")
+
+
 def _settings(
     policy: Policy | str | None,
     folder: str | os.PathLike[str] | None,
@@ -123,17 +133,11 @@ def _settings(
 ) -> Settings:
     """Return the settings of the Ray Train run, or static ones, changed by the arguments of `attach`."""
     session = process.session
-    settings = session.settings if session is not None else Settings(policy="static", timeout_s=_usual_timeout_s())
-    settings = replace(settings, **{name: value for name, value in others.items() if value is not None})
     given = {name: value for name, value in choice.items() if value is not None}
-    if plan is not None and (given or policy is not None):
-        raise ConfigError(
-            "attach got a plan and a policy, codec, scheme, intra or period, which the plan already sets; give one of "
-            "them"
-        )
-    if folder is not None and (plan is not None or session is not None):
-        why = "a plan, which nothing replaces" if plan is not None else "a Ray Train worker, where CGXConfig decides"
-        raise ConfigError(f"attach got a folder for decisions and {why}; leave the folder out")
+    others = {name: value for name, value in others.items() if value is not None}
+    _check_given(policy, folder, plan, given, others)
+    settings = session.settings if session is not None else Settings(policy="static", timeout_s=_usual_timeout_s())
+    settings = replace(settings, **others)
     if policy is not None:
         settings = replace(settings, policy=policy, **given)
         if settings.decides and session is not None:
@@ -148,6 +152,34 @@ def _settings(
                 given = {"codec": usual.codec} | given
         settings = replace(settings, policy=Static(**given))
     return settings
+
+
+def _check_given(
+    policy: Policy | str | None,
+    folder: str | os.PathLike[str] | None,
+    plan: Plan | None,
+    given: Mapping[str, Any],
+    others: Mapping[str, Any],
+) -> None:
+    """Raise ConfigError if arguments of `attach` do not go together, or one would change nothing."""
+    in_ray = process.session is not None
+    if unknown := sorted(others.keys() - _SETTINGS):
+        known = ", ".join(sorted({*_SETTINGS, *POLICY_ARGUMENTS}))
+        raise ConfigError(f"attach got {unknown[0]!r}, which is no setting; settings are {known}")
+    if policy is None and (lost := sorted(given.keys() - set(_OF_STATIC))):
+        raise ConfigError(f"attach got {lost[0]} without a policy that has it; give policy='adaptive', or another one")
+    if plan is not None and (given or policy is not None):
+        raise ConfigError(
+            "attach got a plan and a policy, codec, scheme, intra or period, which the plan already sets; give one of "
+            "them"
+        )
+    rules = [name for name in _OF_PLANS if name in others]
+    if rules and (plan is not None or (in_ray and policy is None and not given)):
+        where = "make_plan" if plan is not None else "CGXConfig, whose controller makes the plans"
+        raise ConfigError(f"attach got {rules[0]}, which changes no plan here; give it to {where}")
+    if folder is not None and (plan is not None or in_ray):
+        why = "a plan, which nothing replaces" if plan is not None else "a Ray Train worker, where CGXConfig decides"
+        raise ConfigError(f"attach got a folder for decisions and {why}; leave the folder out")
 
 
 def _usual_timeout_s() -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from contextlib import closing
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -99,6 +100,9 @@ def test_a_wrong_attach_fails_on_all_ranks_with_one_clear_error(case: str, says:
 ONE_RANK = [
     ({"codec": "zip"}, "unknown codec 'zip'"),
     ({"codec": 4}, "codec 4 is not allowed"),
+    ({"sead": 1}, "attach got 'sead', which is no setting; settings are alpha, average_weights, candidates, codec"),
+    ({"fidelity": "fast"}, "attach got fidelity without a policy that has it"),
+    ({"exclude": "head"}, "exclude 'head' is not allowed"),
     ({"scheme": "star"}, "unknown scheme 'star'"),
     ({"codec": "topk", "scheme": "ring"}, "scheme ring cannot carry codec topk"),
     ({"intra": "dense", "shared_memory": False}, "intra 'dense' needs ranks that share memory"),
@@ -137,7 +141,7 @@ def test_arguments_of_one_rank_that_are_bad_or_different_are_one_clear_error_on_
 
 
 def test_without_a_process_group_bad_arguments_raise_at_once() -> None:
-    for arguments, says in ONE_RANK[:9]:
+    for arguments, says in ONE_RANK[:12]:
         with pytest.raises(cgx_ray.ConfigError, match=says):
             cgx_ray.attach(Branches(), **arguments)
 
@@ -175,6 +179,34 @@ def _attach_a_static_policy(rank: int) -> str:
 
 def test_a_static_policy_is_the_plan_of_all_ranks() -> None:
     assert run_ranks(2, _attach_a_static_policy) == ["bf16 over allreduce"] * 2
+
+
+def _attach_with_rules(rank: int) -> list[str]:
+    """Return the options by layer of a static run, and of an adaptive one in the beginning."""
+    plans = []
+    for given in ({"codec": "qsgd:bits=4", "scheme": "sra"}, {"policy": "adaptive", "fidelity": "fast"}):
+        model = DistributedDataParallel(Branches())
+        rules = {"exclude": ("left*",), "overrides": {"right.weight": ("topk:density=0.1", "allgather")}, "seed": 3}
+        with closing(cgx_ray.attach(model, **given, **rules)) as attachment:
+            assert attachment.plan is not None
+            of_layer = {name: group.option for group in attachment.plan.groups for name in group.layers}
+            plans.append([str(of_layer[name]) for name in ("first.weight", "left.weight", "right.weight")])
+    return plans
+
+
+def test_attach_takes_what_a_config_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    of_static, of_adaptive = run_ranks(2, _attach_with_rules)[0]
+    assert of_static[:2] == ["qsgd:bits=4,bucket_size=128 over sra", "dense"]
+    assert of_adaptive[:2] == ["dense", "dense"]
+    assert all(option.startswith("topk:density=0.1") for option in (of_static[2], of_adaptive[2]))
+
+
+def test_rules_beside_a_plan_are_refused() -> None:
+    with pytest.raises(
+        cgx_ray.ConfigError, match="attach got exclude, which changes no plan here; give it to make_plan"
+    ):
+        cgx_ray.attach(nn.Linear(2, 2), plan=make_plan([], version=0, world_size=1), exclude=("a",))
 
 
 def test_an_empty_codec_is_not_the_default() -> None:
