@@ -58,10 +58,10 @@ class ControllerFacts(Protocol):
 
 
 class ControllerMetrics:
-    """Publishes estimates and decisions of the controller."""
+    """Publishes estimates and decisions of the controller. `journal`: path of the run's journal."""
 
-    def __init__(self, sink: Sink, run_name: str, run_id: str = "") -> None:
-        self._sink = sink
+    def __init__(self, sink: Sink, run_name: str, run_id: str = "", *, journal: str) -> None:
+        self._sink, self._journal = sink, journal
         self._run = {RUN: run_name, RUN_ID: run_id}
         self._named: dict[str, set[int | str]] = {}
         self._totals: dict[tuple[str, tuple[str, ...]], float] = {}
@@ -83,6 +83,7 @@ class ControllerMetrics:
         for name, value in values.items():
             if value is not None:
                 self._sink.set(name, value, self._run)
+        self._sink.set("cgx_ray_journal_info", 1, {**self._run, "journal": self._journal})
         for side, rate in facts.bandwidth_spread_bits_per_s.items():
             self._sink.set("cgx_ray_link_bandwidth_spread_bits_per_second", rate, {**self._run, "side": side})
         self._set_of("cgx_ray_slow_link_bits_per_second", RANK, facts.slow_link_bits_per_s)

@@ -2,7 +2,8 @@
 
 `node_metrics` and `controller_metrics` set them through a `Sink`: `ray_sink` inside Ray, `endpoint` without it. Both
 serve the same names: with the prefix `ray_` and, for counters, the suffix `_total`, as Ray does. So one set of boards
-shows both. Labels have few values: none is a step, a layer, a group or free text.
+shows both. Labels have few values: none is a step, a layer, a group or free text. A path is
+one value per run.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ LABELS = {
     "kind": "keep, replace or disable",
     "fault": "time_out (a rank did not answer in time), damaged (CRC-32C of a message), weights_differ, connection (a "
     "rank is gone or hung up) or other",
-    "cause": "kind of the cause: first_measurements, network, step_time, gain, loss, review, failed_plan, "
-    "slower_than_dense, compare_with_dense, excursion_ended, lease_ended or restart",
+    "cause": "kind of the cause: first_measurements, network, compute, prediction (steps took longer or shorter than "
+    "predicted), gain, loss, review, ban (what to do after a plan was taken back), slower_than_dense, "
+    "compare_with_dense, trial_ended, trial_expired (no outcome in time) or restart",
+    "journal": "path of the run's decisions.jsonl on the node of its controller",
 }
 
 Kind = Literal["gauge", "counter", "histogram"]
@@ -254,7 +257,7 @@ METRICS: dict[str, Metric] = {
         "reverts",
         "controller",
         ("cause",),
-        "Returns to an earlier plan: slower_than_dense, or lease_ended (no outcome was known in time).",
+        "Returns to an earlier plan: slower_than_dense, or trial_expired (no outcome was known in time).",
     ),
     "cgx_ray_banned_options": Metric("gauge", "options", "controller", (), "Options that are banned for a time."),
     "cgx_ray_link_bandwidth_bits_per_second": Metric(
@@ -354,6 +357,7 @@ METRICS: dict[str, Metric] = {
         "Errors that ended the training on a rank, over all restarts of the workers. Ray publishes a counter every 10 "
         "s unless set otherwise, so those of the last worker group may be in decisions.jsonl alone.",
     ),
+    "cgx_ray_journal_info": Metric("gauge", "1", "controller", ("journal",), "Always 1; its label has the path."),
     "cgx_ray_journal_errors": Metric(
         "counter", "lines", "controller", (), "Lines of the journal that could not be written."
     ),

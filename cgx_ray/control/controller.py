@@ -68,7 +68,7 @@ class Controller:
     ) -> None:
         """Arguments are those of `LoopStart`."""
         show_lines()
-        self._metrics = ControllerMetrics(RaySink(), run_name, run_id)
+        self._metrics = ControllerMetrics(RaySink(), run_name, run_id, journal=journal_path)
         self._plans: tuple[Plan, ...] = ()
         # By node, what its reports were answered since the last one: the node to probe, or an error.
         self._orders: dict[str, str] = {}

@@ -313,7 +313,7 @@ class ControlLoop:
             asked = self._situation(state, f"{measuring.codec.describe()} is timed", measuring.home, measured, at)
             decision = self._ask(state, asked, at)
             if decision is not None and decision.kind == "replace":
-                return self._apply(state, decision, measured, at, "policy", "excursion_ended", asked=asked)
+                return self._apply(state, decision, measured, at, "policy", "trial_ended", asked=asked)
         # If the slowdown of compute has changed, the steps of the plan at home are first paired again; then the guard
         # judges them.
         elif not state.steps.has_old_pairs:
@@ -321,7 +321,7 @@ class ControlLoop:
             if verdict(slowdown, MAX_SLOWDOWN, COMPARED) is Verdict.SLOW:
                 return self._disable(state, measuring.home, slowdown, at)
         home = return_home(state, measuring)
-        return self._apply(state, home, measured, at, "return", "excursion_ended", ended=measuring)
+        return self._apply(state, home, measured, at, "return", "trial_ended", ended=measuring)
 
     def _disable(self, state: WorkerGroupState, failed: Plan, slowdown: Evidence, at: _When) -> Decision:
         """Go back to dense and ban the options of `failed`."""

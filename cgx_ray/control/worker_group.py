@@ -222,8 +222,8 @@ class WorkerGroupState:
 
     def _return_to(self, fallback: Plan) -> None:
         """Note that the ranks have returned to the fallback of a lease, as its end came before the outcome."""
-        self._news = Cause("lease_ended", f"the lease of plan {self.plan.version} has ended")
-        self.counts.add_revert("lease_ended")
+        self._news = Cause("trial_expired", f"the lease of plan {self.plan.version} has ended")
+        self.counts.add_revert("trial_expired")
         self.pending = self.measuring = None
         self._start_plan(fallback, None)
 
@@ -246,7 +246,7 @@ class WorkerGroupState:
             self.steps.compute_changed()
         untimed = self.steps.learn(measured, now_s)
         if untimed:
-            self._news = Cause("step_time", f"{', '.join(map(spoken, sorted(untimed)))} timed in steps")
+            self._news = Cause("prediction", f"{', '.join(map(spoken, sorted(untimed)))} timed in steps")
         # Predictions are made in another way from now on.
         self._changes.restart_ratio()
 
@@ -263,9 +263,9 @@ class WorkerGroupState:
         self.steps.errors.add_outcome(ratio, now_s)
         if not 1 / SURPRISE < ratio < SURPRISE:
             text = f"a step took {outcome.step_s:.3f} s, predicted {self._predicted_s:.3f} s"
-            self._news = Cause("step_time", text)
+            self._news = Cause("prediction", text)
         elif self.steps.is_beaten(self.known(), now_s):
-            self._news = Cause("step_time", f"a step took {outcome.step_s:.3f} s, longer than with a plan before")
+            self._news = Cause("prediction", f"a step took {outcome.step_s:.3f} s, longer than with a plan before")
 
     def slowdown(self) -> Evidence | None:
         """Return the logarithm of the plan's measured seconds per progress over dense; None before MIN_STEPS steps.
@@ -297,13 +297,13 @@ class WorkerGroupState:
         if self.pending is not None:
             return None
         if self.failed is not None:
-            return Cause("failed_plan", f"{self.failed} failed")
+            return Cause("ban", f"{self.failed} failed")
         if self.loss.worse is not None and (compressing_options(self.plan) or self.plan.period > 1):
             return Cause("loss", self.loss.worse)
         if self._news is not None:
             return self._news
         if (text := self._changes.cause(self.decided.compute_s, measured.compute_s)) is not None:
-            return Cause("step_time", text)
+            return Cause("compute", text)
         if (text := self.gains.cause(self.decided.gain)) is not None:
             return Cause("gain", text)
         is_due = now_s >= self._decision_s + review_s and step >= self._decision_step + REVIEW_STEPS

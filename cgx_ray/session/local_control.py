@@ -215,7 +215,7 @@ class LocalControl:
 
     def export_to(self, sink: Sink, run_name: str) -> None:
         """Set the metrics of this rank from now on; on rank 0 those of the run too, and those of nodes where known."""
-        self._metrics = NodeMetrics(sink, run_name), ControllerMetrics(sink, run_name)
+        self._metrics = NodeMetrics(sink, run_name), ControllerMetrics(sink, run_name, journal=str(self.journal))
 
     def ask(self, method: str) -> Any:
         """Return the result of a method of the loop. For rank 0 only."""

@@ -18,6 +18,11 @@ SECONDS, AGO, SHARE, RATIO, COUNT = "s", "dtdurations", "percentunit", "none", "
 BYTES_PER_S, BITS_PER_S, STEPS_PER_S = "Bps", "bps", "suffix: steps/s"
 BITS, TIMES = "suffix: bits", "suffix: x"
 
+_NO_RANK = "no rank has reported: choose a run above, and a time in which it trained"
+_NO_CONTROLLER = (
+    "no controller has reported: choose a run above, and a time; a fixed codec under torchrun needs attach(folder=)"
+)
+
 GREEN, YELLOW, RED = "green", "orange", "red"
 
 
@@ -25,6 +30,7 @@ class Kind(StrEnum):
     LINES = "lines"
     STACK = "stack"
     NUMBER = "number"
+    NAME = "name"
     STATES = "states"
     MATRIX = "matrix"
 
@@ -46,7 +52,7 @@ class Panel:
     unit        of Grafana
     colours     for each threshold, the value from which its colour counts; the first has none
     is_log      the axis is logarithmic
-    empty       what it means that there is no series; None if there always is one
+    empty       what it means that there is no series; None if there always is one while a run goes on
     """
 
     title: str
@@ -58,6 +64,15 @@ class Panel:
     is_log: bool = False
     empty: str | None = None
 
+    @property
+    def no_data(self) -> str:
+        """Reason why the panel is empty, which it shows itself."""
+        if self.empty is not None:
+            return self.empty
+        names = set().union(*(metrics_in(query.expression) for query in self.queries))
+        sources = {METRICS[name].source for name in names}
+        return _NO_CONTROLLER if "controller" in sources else _NO_RANK
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
@@ -65,6 +80,7 @@ class Board:
 
     meaning  the question that it answers
     note     what its readers should know besides
+    folded   titles of sections that are closed until a reader opens them
     """
 
     uid: str
@@ -72,6 +88,7 @@ class Board:
     meaning: str
     sections: Sequence[tuple[str, Sequence[Panel]]]
     note: str = ""
+    folded: Sequence[str] = ()
 
     @property
     def questions(self) -> list[Panel]:

@@ -24,6 +24,7 @@ from dashboards.making.board import (
 )
 
 _OPTION = "{{codec}} over {{scheme}}"
+_TOPK_ROW = "Top-k, where it is a candidate"
 
 _PLANS = [
     Panel(
@@ -129,13 +130,6 @@ _RIGHT = [
 
 _GRADIENT = [
     Panel(
-        title="Which share of the elements is sent?",
-        meaning="Density, mean over elements and ranks; 1 if all are sent, at any number of bits.",
-        unit=SHARE,
-        is_log=True,
-        queries=[Query(f"avg({of('cgx_ray_density')})", "density")],
-    ),
-    Panel(
         title="How many bits does an element take?",
         meaning="Encoded size per element of the gradient, with indices and scales, mean over ranks; 32 if dense.",
         unit=BITS,
@@ -161,13 +155,6 @@ _GRADIENT = [
         "that it really had, a codec the one that is predicted.",
         unit=RATIO,
         queries=[Query(f"avg by (codec) ({of('cgx_ray_gain')})", "{{codec}}")],
-        empty="gains are not measured: the policy is static",
-    ),
-    Panel(
-        title="What would top-k keep?",
-        meaning="Gain of top-k by density, mean over nodes. Plans with a density take those above min_gain.",
-        unit=RATIO,
-        queries=[Query(f"avg by (density) ({of('cgx_ray_gain_at_density')})", "density {{density}}")],
         empty="gains are not measured: the policy is static",
     ),
     Panel(
@@ -197,6 +184,24 @@ _GRADIENT = [
     ),
 ]
 
+_TOPK = [
+    Panel(
+        title="Which share of the elements is sent?",
+        meaning="Density, mean over elements and ranks; 1 if all are sent, at any number of bits.",
+        unit=SHARE,
+        is_log=True,
+        queries=[Query(f"avg({of('cgx_ray_density')})", "density")],
+    ),
+    Panel(
+        title="What would top-k keep?",
+        meaning="Gain of top-k by density, mean over nodes. Plans with a density take those above min_gain. "
+        "Measured also where top-k is no candidate.",
+        unit=RATIO,
+        queries=[Query(f"avg by (density) ({of('cgx_ray_gain_at_density')})", "density {{density}}")],
+        empty="gains are not measured: the policy is static",
+    ),
+]
+
 DECISIONS = Board(
     uid="cgx-ray-decisions",
     title="cgx_ray: decisions",
@@ -204,5 +209,6 @@ DECISIONS = Board(
     note="A mark on the panels is a change of plan. It names the kind of its cause alone, since labels of metrics hold "
     "no free text. The full reason of each decision, with its prediction, is in the run's report (cgx-ray report), in "
     "cgx-ray top while it trains, and in the journal decisions.jsonl.",
-    sections=[("Plans", _PLANS), ("Was it right?", _RIGHT), ("The gradient", _GRADIENT)],
+    sections=[("Plans", _PLANS), ("Was it right?", _RIGHT), ("The gradient", _GRADIENT), (_TOPK_ROW, _TOPK)],
+    folded=[_TOPK_ROW],
 )

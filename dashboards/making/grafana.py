@@ -21,11 +21,13 @@ from dashboards.making.board import RUN_ID_VARIABLE, RUN_VARIABLE, SESSION_VARIA
 _SOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
 _PAGE_WIDTH = 24
 # Numbers take 4 columns, so that six fit in a row.
-_NUMBER_SIZE, _PANEL_SIZE, _STATES_SIZE = (4, 5), (12, 8), (24, 7)
+_NUMBER_SIZE, _NAME_SIZE, _PANEL_SIZE, _STATES_SIZE = (4, 5), (24, 3), (12, 8), (24, 7)
+_SIZES = {Kind.NUMBER: _NUMBER_SIZE, Kind.NAME: _NAME_SIZE, Kind.STATES: _STATES_SIZE}
 _PANELS: dict[Kind, Any] = {
     Kind.LINES: timeseries.Panel,
     Kind.STACK: timeseries.Panel,
     Kind.NUMBER: stat.Panel,
+    Kind.NAME: stat.Panel,
     Kind.STATES: statetimeline.Panel,
     Kind.MATRIX: table.Panel,
 }
@@ -54,9 +56,13 @@ def board_json(board: Board, others: list[Board]) -> str:
             .keep_time(True)
         )
     for title, questions in board.sections:
-        page.with_row(builders.Row(title))
+        row = builders.Row(title)
+        if title in board.folded:
+            # Grafana keeps the panels of a closed row inside it.
+            row.collapsed(True)
+        page.with_row(row)
         for question in questions:
-            page.with_panel(_panel(question))
+            (row if title in board.folded else page).with_panel(_panel(question))
     made = page.build()
     made.annotations = dashboard.AnnotationContainer(list_val=[_decisions()])
     _place(made.panels or [])
@@ -69,7 +75,7 @@ def _drop_defaults(made: dashboard.Dashboard) -> None:
     for variable in (made.templating.list_val if made.templating is not None else None) or []:
         # Of variables that are intervals.
         variable.auto = variable.auto_min = variable.auto_count = None
-    for panel in made.panels or []:
+    for panel in _with_folded(made.panels or []):
         options = getattr(panel, "options", None)
         if isinstance(options, TableOptions):
             options.footer = None
@@ -78,12 +84,19 @@ def _drop_defaults(made: dashboard.Dashboard) -> None:
 def _place(panels: list[Any]) -> None:
     """Number the panels and place them from left to right. The SDK does not, or lets them leave the page."""
     x = y = height = 0
-    for number, panel in enumerate(panels, start=1):
+    for number, panel in enumerate(_with_folded(panels), start=1):
         at = panel.grid_pos
         if x + at.w > _PAGE_WIDTH:
             x, y, height = 0, y + height, 0
         panel.id_val, at.x, at.y = number, x, y
         x, height = x + at.w, max(height, at.h)
+
+
+def _with_folded(panels: list[Any]) -> Iterator[Any]:
+    """Yield the panels of the page, those of a closed row after it."""
+    for panel in panels:
+        yield panel
+        yield from getattr(panel, "panels", None) or []
 
 
 def _variables() -> Iterator[Any]:
@@ -130,16 +143,16 @@ DECISION_MARKS = f"1000 * max by (kind, cause) ({of('cgx_ray_decision_timestamp_
 
 def _panel(question: Panel) -> Any:
     panel = _PANELS[question.kind]()
-    width, height = {Kind.NUMBER: _NUMBER_SIZE, Kind.STATES: _STATES_SIZE}.get(question.kind, _PANEL_SIZE)
+    width, height = _SIZES.get(question.kind, _PANEL_SIZE)
     panel.title(question.title).description(question.meaning).datasource(_SOURCE)
     panel.unit(question.unit).span(width).height(height).thresholds(_thresholds(question))
-    if question.empty is not None:
-        panel.no_value(question.empty)
+    panel.no_value(question.no_data)
     for letter, query in zip("ABCDEF", question.queries, strict=False):
         panel.with_target(_target(query, letter, question.kind))
     if question.kind in (Kind.LINES, Kind.STACK):
         _draw_lines(panel, question)
-    elif question.kind is Kind.NUMBER:
+    elif question.kind in (Kind.NUMBER, Kind.NAME):
+        panel.text_mode(common.BigValueTextMode.NAME if question.kind is Kind.NAME else common.BigValueTextMode.AUTO)
         panel.graph_mode(common.BigValueGraphMode.NONE)
         panel.reduce_options(common_builders.ReduceDataOptions().calcs(["lastNotNull"]))
     elif question.kind is Kind.STATES:
@@ -170,7 +183,7 @@ def _target(query: Query, letter: str, kind: Kind) -> Dataquery:
     target = Dataquery().expr(query.expression).legend_format(query.legend).ref_id(letter).datasource(_SOURCE)
     if kind is Kind.MATRIX:
         return target.instant().format(PromQueryFormat.TABLE)
-    return target.instant() if kind is Kind.NUMBER else target.range()
+    return target.instant() if kind in (Kind.NUMBER, Kind.NAME) else target.range()
 
 
 def _thresholds(question: Panel) -> builders.ThresholdsConfig:

@@ -73,6 +73,14 @@ _NOW = [
         queries=[Query(f"time() - max({of('cgx_ray_decision_timestamp_seconds')})", "ago")],
         empty="no decision yet",
     ),
+    Panel(
+        title="Where is the journal?",
+        meaning="Path of decisions.jsonl on the node of the run's controller. It has every decision with its full "
+        "reason. cgx-ray report, cgx-ray top and cgx-ray replay read the folder.",
+        unit=RATIO,
+        kind=Kind.NAME,
+        queries=[Query(f"max by (journal) ({of('cgx_ray_journal_info')})", "{{journal}}")],
+    ),
 ]
 
 _TIME = [

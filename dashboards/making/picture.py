@@ -46,7 +46,7 @@ def draw(recording: Recording, path: Path) -> None:
         (f"{name}: {question.title}", question, series)
         for name, board in BOARDS.items()
         for question in board.questions
-        if question.kind not in (Kind.NUMBER, Kind.MATRIX)
+        if question.kind not in (Kind.NUMBER, Kind.NAME, Kind.MATRIX)
         if (series := named_series(recording, question))
     ]
     num_rows = -(-len(panels) // _COLUMNS)

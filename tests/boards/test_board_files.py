@@ -13,6 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from markdown.extensions.toc import slugify
 
 from cgx_ray.monitors.export import METRICS, RUN, served_name
 from dashboards.making.board import Kind, chosen, metrics_in, of
@@ -27,6 +28,11 @@ EXPRESSIONS = [query.expression for board in BOARDS.values() for one in board.qu
 def board_file(name: str) -> dict[str, Any]:
     board: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
     return board
+
+
+def all_panels(board: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return rows and panels, those of closed rows after their row."""
+    return [one for panel in board["panels"] for one in (panel, *panel.get("panels", []))]
 
 
 @pytest.mark.parametrize("path", sorted(made_files()))
@@ -61,7 +67,7 @@ def problems_of(board: dict[str, Any]) -> list[str]:
 def test_a_board_is_valid_by_grafanas_published_schema(name: str) -> None:
     found = board_file(name)
     assert problems_of(found) == []
-    ids = Counter(panel["id"] for panel in found["panels"])
+    ids = Counter(panel["id"] for panel in all_panels(found))
     assert set(ids.values()) == {1}
 
 
@@ -109,7 +115,7 @@ def test_a_planted_error_in_a_board_is_found(plant: Callable[[dict[str, Any]], o
 @pytest.mark.parametrize("name", sorted(BOARDS))
 def test_panels_do_not_overlap_and_stay_on_the_page(name: str) -> None:
     taken: Counter[tuple[int, int]] = Counter()
-    for panel in board_file(name)["panels"]:
+    for panel in all_panels(board_file(name)):
         at = panel["gridPos"]
         assert at["x"] + at["w"] <= 24
         taken.update((x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"]))
@@ -125,7 +131,42 @@ def test_every_panel_is_a_question_with_a_unit_and_a_meaning() -> None:
             assert one.meaning.endswith("."), one.title
             assert one.unit, one.title
             assert one.colours[0][0] is None, one.title
-            assert len(one.queries) == 1 or one.kind is not Kind.NUMBER, one.title
+            assert len(one.queries) == 1 or one.kind not in (Kind.NUMBER, Kind.NAME), one.title
+
+
+@pytest.mark.parametrize("name", sorted(BOARDS))
+def test_every_panel_says_why_it_has_no_data(name: str) -> None:
+    panels = [panel for panel in all_panels(board_file(name)) if panel["type"] != "row"]
+    said = {panel["title"]: panel["fieldConfig"]["defaults"]["noValue"] for panel in panels}
+    assert said.keys() == {one.title for one in BOARDS[name].questions}
+    assert all(len(text) > 10 for text in said.values()), said
+
+
+def test_a_panel_without_data_says_whether_ranks_or_the_controller_are_missing() -> None:
+    of_ranks, of_controller = (
+        next(one for one in BOARDS["decisions"].questions if name in one.queries[0].expression and one.empty is None)
+        for name in ("cgx_ray_bits_per_element", "cgx_ray_banned_options")
+    )
+    assert of_ranks.no_data.startswith("no rank has reported")
+    assert of_controller.no_data.startswith("no controller has reported")
+    loss = next(one for one in BOARDS["overview"].questions if one.title == "Does the loss fall?")
+    assert loss.no_data == "the training reports no loss"
+
+
+def test_the_path_of_the_journal_is_shown_as_text() -> None:
+    (panel,) = [one for one in board_file("overview")["panels"] if one["title"] == "Where is the journal?"]
+    assert panel["options"]["textMode"] == "name"
+    (target,) = panel["targets"]
+    assert target["legendFormat"] == "{{journal}}"
+    assert metrics_in(target["expr"]) == {"cgx_ray_journal_info"}
+
+
+def test_panels_of_top_k_are_in_a_row_that_is_closed_at_first() -> None:
+    rows = [panel for panel in board_file("decisions")["panels"] if panel["type"] == "row"]
+    closed = {row["title"]: row for row in rows if row["collapsed"]}
+    assert closed.keys() == {"Top-k, where it is a candidate"}
+    expressions = json.dumps(closed["Top-k, where it is a candidate"]["panels"])
+    assert metrics_in(expressions) == {"cgx_ray_gain_at_density", "cgx_ray_density"}
 
 
 @pytest.mark.parametrize("name", sorted(BOARDS))
@@ -157,6 +198,9 @@ def test_alerts_say_whom_they_concern_and_what_to_do() -> None:
         assert "$labels.ray_train_run_name" in alert["annotations"]["summary"]
         assert alert["annotations"]["description"].endswith((".", "?"))
         assert alert["labels"]["severity"] in ("info", "warning", "critical")
+        path, _, anchor = alert["annotations"]["runbook_url"].partition("#")
+        headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(), re.MULTILINE)
+        assert anchor in {slugify(heading, "-") for heading in headings}, f"{path} has no section #{anchor}"
         assert f"alertname: {alert['alert']}," in tested, f"{alert['alert']} has no test"
 
 

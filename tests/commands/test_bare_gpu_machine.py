@@ -14,7 +14,7 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parents[2]
 # Packages of pyproject.toml that are not there, with Ray's, and those that only tests elsewhere use.
-MISSING = ("ray", "jsonschema", "iperf3", "pymoo", "sklearn", "lightning", "kubernetes_validate", "jsonpatch")
+MISSING = ("ray", "jsonschema", "iperf3", "pymoo", "sklearn", "lightning", "kubernetes_validate")
 _BLOCK = f"""
 import sys
 sys.modules |= dict.fromkeys({MISSING})

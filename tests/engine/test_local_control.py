@@ -210,6 +210,8 @@ def test_a_static_run_with_a_folder_has_a_journal_and_each_rank_serves_its_metri
     # The monitor of the node, and what the loop knows, are rank 0's.
     for name in ("ray_cgx_ray_nic_speed_bits_per_second", "ray_cgx_ray_newest_plan_version"):
         assert [f"{name}{{" in text for text in texts] == [True, False], name
+    (journal,) = re.findall(r'ray_cgx_ray_journal_info{.*journal="([^"]*)"', texts[0])
+    assert journal == str(tmp_path / "decisions.jsonl")
 
 
 def refused(rank: int, folder: str) -> list[str]:

@@ -198,7 +198,7 @@ def test_gauges_end_with_their_run_and_nothing_else_grows(recording: Recording) 
 def test_panels_of_rare_events_show_them(server: PrometheusServer) -> None:
     """Set by hand what one healthy node does not have: a second node, slow links and ranks, faults."""
     agent = ray.remote(NodeAgent).options(num_cpus=0).remote("a", OTHER_RUN, "127.0.0.1", run_id="id")
-    metrics = ControllerMetrics(RaySink(), OTHER_RUN, "id")
+    metrics = ControllerMetrics(RaySink(), OTHER_RUN, "id", journal="/runs/other/decisions.jsonl")
     rare = [one for board in BOARDS.values() for one in board.questions if one.empty is not None]
     # The machine's cards need not drop packets; the kernel may be without pressure stall information.
     rare = [one for one in rare if one.title not in ("Do cards drop packets?", "Do processes wait for a resource?")]
@@ -228,7 +228,7 @@ def test_panels_of_rare_events_show_them(server: PrometheusServer) -> None:
 
 def test_alerts_of_the_other_run_name_it(server: PrometheusServer) -> None:
     """A silent node is pending at once, and named by run and node."""
-    metrics = ControllerMetrics(RaySink(), OTHER_RUN, "id")
+    metrics = ControllerMetrics(RaySink(), OTHER_RUN, "id", journal="/runs/other/decisions.jsonl")
 
     def alerts() -> list[dict[str, Any]]:
         metrics.export(KnownFacts(), num_journal_errors=1)

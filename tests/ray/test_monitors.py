@@ -140,13 +140,13 @@ def test_agent_actor_sends_every_step_once_and_publishes_every_metric(local_ray:
 
 def served_metrics() -> str:
     """Return the text that Prometheus would read. The test itself sets the controller's metrics."""
-    controller_metrics = ControllerMetrics(RaySink(), "run", "id")
+    controller_metrics = ControllerMetrics(RaySink(), "run", "id", journal="/runs/run/decisions.jsonl")
     controller_metrics.export(KnownFacts(), num_journal_errors=1)
     return scrape()
 
 
 def test_a_rank_that_is_no_longer_slow_is_set_to_zero(local_ray: None) -> None:
-    controller_metrics = ControllerMetrics(RaySink(), "other run")
+    controller_metrics = ControllerMetrics(RaySink(), "other run", journal="/runs/other/decisions.jsonl")
     controller_metrics.export(KnownFacts({1: 1e8, 2: 2e8}, frozenset({3})), num_journal_errors=0)
     controller_metrics.export(KnownFacts({2: 3e8}, frozenset()), num_journal_errors=0)
 

@@ -28,7 +28,7 @@ class KnownFacts:
     num_banned: int = 2
     num_decisions: Mapping[tuple[str, str], int] = field(default_factory=lambda: {("replace", "network"): 1})
     newest_decision_s: Mapping[tuple[str, str], float] = field(default_factory=lambda: {("replace", "network"): 1e9})
-    num_reverts: Mapping[str, int] = field(default_factory=lambda: {"lease_ended": 1})
+    num_reverts: Mapping[str, int] = field(default_factory=lambda: {"trial_expired": 1})
     num_faults: Mapping[tuple[int, str], int] = field(default_factory=lambda: {(1, "time_out"): 1})
     report_age_s: Mapping[str, float] = field(default_factory=lambda: {"c": 2.0})
     num_incomplete_steps: int = 1

@@ -9,19 +9,21 @@ from typing import Literal, NamedTuple, get_args
 
 from cgx_ray.control.network.estimate import Estimate
 
-# Few and fixed, because each is a value of a metric's label.
+# Few and fixed, because each is a value of a metric's label, so in words that readers of boards know. The journal has
+# the text of a cause, not its kind.
 CauseKind = Literal[
     "first_measurements",
     "network",
-    "step_time",
+    "compute",
+    "prediction",
     "gain",
     "loss",
     "review",
-    "failed_plan",
+    "ban",
     "slower_than_dense",
     "compare_with_dense",
-    "excursion_ended",
-    "lease_ended",
+    "trial_ended",
+    "trial_expired",
     "restart",
 ]
 CAUSE_KINDS: tuple[str, ...] = get_args(CauseKind)
