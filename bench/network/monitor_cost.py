@@ -76,7 +76,7 @@ def publishing_row(num_rounds: int = 30) -> Row:
     Each round publishes one second of a node with two ranks and writes one decision, which is far more often than a
     controller decides. Needs a Ray cluster in this process.
     """
-    node, run = NodeMetrics(RaySink(), "bench"), ControllerMetrics(RaySink(), "bench")
+    node, run = NodeMetrics(RaySink(), "bench"), ControllerMetrics(RaySink(), "bench", journal="decisions.jsonl")
     host = HostLoad(sent_bytes_per_s=1e6, received_bytes_per_s=1e6, neighbour_bytes_per_s=0.0)
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder) / "decisions.jsonl")

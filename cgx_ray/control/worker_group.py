@@ -87,9 +87,7 @@ class WorkerGroupState:
         self.network, self.links = KnownNetwork(), RecentLinks()
         self.gains = KnownGains(plan, gain_ratios, learned.measured.gain if learned is not None else {})
         self.losses = KnownLosses(self.layers, bits_of(option.codec for option in policy.options))
-        self._max_error = policy.max_error
-        self._bits = bits_by_layer(plan)
-        self._max_period = MAX_PERIOD
+        self._max_error, self._max_period, self._bits = policy.max_error, MAX_PERIOD, bits_by_layer(plan)
         self.loss = LossTrend()
         self._registration = registration
         self._joiner = StepJoiner(plan.world_size)
@@ -188,8 +186,7 @@ class WorkerGroupState:
             text = self.losses.too_large_error(self._bits, self._max_error)
             self._news = Cause("gain", text) if text is not None else self._news
         if self.gains.add_step(step):
-            # Another learning rate has another trend.
-            self.loss.restart()
+            self.loss.restart()  # another learning rate has another trend
         self.loss.add_loss(step.loss, step.num_steps)
         measured = self.measured() or self.decided
         ratio = self.steps.add_step(step, measured)
