@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -42,6 +42,7 @@ class AdaptCase:
     judged_from_step  steps before it count for answers and switches only
     goals             by the name of a number
     answer            goal: seconds or steps until a change is answered; either suffices
+    by_hand           plans are judged by those that users write, one option in DDP's groups, and not by the best ones
     slow_stretch      goal: longest period, seconds or steps, under plans more than 3 % slower than dense
     """
 
@@ -58,6 +59,7 @@ class AdaptCase:
     goals: Mapping[str, str] = field(default_factory=dict)
     answer: tuple[float, int] | None = None
     slow_stretch: tuple[float, int] | None = None
+    by_hand: bool = False
 
     @property
     def model(self) -> ModelDescription:
@@ -110,6 +112,20 @@ def _sine(low_gbps: float, high_gbps: float, period_s: float) -> Schedule:
     return state
 
 
+def _visits(networks: Sequence[ClusterState], seconds: float) -> Schedule:
+    """Return each network for `seconds`, in turn."""
+    return lambda time_s: networks[int(time_s / seconds) % len(networks)]
+
+
+def _busy(seed: int) -> ClusterErrors:
+    """Return errors as in the lab, where ranks share processors: most plans take 10 to 60 % longer than predicted."""
+    return ClusterErrors(unknown=0.25, step_noise=0.1)
+
+
+def _busy_codec(seed: int, codec: str) -> float:
+    return math.exp(random.Random(f"{seed} {codec}").gauss(0, 0.5))
+
+
 def _miscalibrated(seed: int, codec: str) -> float:
     """Return a factor between 0.1 and 300, uniform on a logarithmic scale."""
     return float(10 ** random.Random(f"{seed} {codec}").uniform(-1, math.log10(300)))
@@ -145,6 +161,8 @@ _FAST = replace(BASE, gbps=6.0)
 # bf16 is 1.4 times as fast as dense.
 _MODERATE = replace(BASE, gbps=3.0)
 _SLOW = replace(BASE, gbps=0.2)
+# A model's compute in the lab.
+_BUSY = replace(BASE, compute_s=0.36)
 _TOP_K = candidate_options((0.01,))
 
 CASES = (
@@ -222,5 +240,34 @@ CASES = (
         judged_from_step=200,
         num_seeds=NUM_SEEDS,
         goals={"regret": "<= 0.05"},
+    ),
+    AdaptCase(
+        name="shared_cores",
+        # Those of C1 in the lab, at rates for this model's bytes.
+        schedule=_visits(
+            (
+                replace(_BUSY, gbps=2.4, latency_ms=1.0),
+                replace(_BUSY, gbps=0.1, latency_ms=1.0),
+                replace(_BUSY, gbps=0.1, latency_ms=50.0),
+                replace(_BUSY, gbps=2.4, latency_ms=50.0),
+            ),
+            20.0,
+        ),
+        seconds=80.0,
+        errors=_busy,
+        calibrated_factor=_busy_codec,
+        num_seeds=NUM_SEEDS,
+        by_hand=True,
+        goals={"over_best_static": "<= 1.05", "false_disables": "== 0"},
+    ),
+    AdaptCase(
+        name="shared_cores_fast",
+        schedule=lambda time_s: replace(_BUSY, gbps=5.0, latency_ms=0.1),
+        seconds=60.0,
+        errors=_busy,
+        calibrated_factor=_busy_codec,
+        num_seeds=NUM_SEEDS,
+        by_hand=True,
+        goals={"over_best_static": "<= 1.1", "false_disables": "== 0"},
     ),
 )

@@ -18,11 +18,11 @@ from bench.adapt.papers import PAPER_CASES, compare_papers, paper_rows
 from bench.adapt.simulate import SimulatedRun, SimulatedStep
 from bench.shared.picture import Line, Plot
 from bench.shared.runner import BenchRun, bench_command
-from bench.shared.simulated_cluster import ClusterState, SimulatedCluster
+from bench.shared.simulated_cluster import WORLD, ClusterState, SimulatedCluster
 from cgx_ray.control.history import Registration
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.policies.adaptive import Adaptive
+from cgx_ray.control.policies.adaptive import BY_HAND, Adaptive
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.plan import make_plan
@@ -51,7 +51,7 @@ Stretch = tuple[float, int]
 def adapt(run: BenchRun, cases: tuple[str, ...], is_in_lab: bool) -> Iterable[Row]:
     """Drive the control loop in a simulated cluster, or in a lab.
 
-    Runs all cases in six minutes, or those named. Regret is over the best plan of each moment.
+    Runs all cases in seven minutes, or those named. Regret is over the best plan of each moment.
     """
     if not is_in_lab:
         numbers = measure_adapt(run.quick, cases, run.on_part)
@@ -189,6 +189,12 @@ def _judge(case: AdaptCase, run: SimulatedRun, seed: int, dense: Groups) -> Adap
 
 def _candidates(case: AdaptCase, cluster: SimulatedCluster, state: ClusterState) -> list[Groups]:
     """Return the best plan in `state`, that of each codec, and, where options are biased, that of each option."""
+    if case.by_hand:
+        layers = case.model.layers
+        plans = (
+            make_plan(layers, version=0, world_size=WORLD, codec=codec, scheme=scheme) for codec, scheme in BY_HAND
+        )
+        return [groups_of(plan, layers) for plan in plans]
     truth = cluster.truth(state)
     by_codec = [[option for option in case.options if option.codec == codec] for codec in case.codecs]
     sets = [list(case.options), *by_codec]

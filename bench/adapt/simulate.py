@@ -58,7 +58,7 @@ class SimulatedRun:
             predicted = predict(self.cluster.truth(state), groups_of(plan, self.cluster.model.layers))
             assert predicted.efficiency is not None
             extra_s = self.cluster.errors.switch_s if plan != before else 0.0
-            step_s = predicted.step_s * self.cluster.bias(predicted.groups) + extra_s
+            step_s = predicted.step_s * self.cluster.bias(predicted.groups, state) + extra_s
             self.steps.append(
                 SimulatedStep(
                     began_s=self.now_s,

@@ -33,7 +33,7 @@ from cgx_ray.monitors.sample import (
     Transfer,
     node_steps,
 )
-from cgx_ray.plan import CodecSpec, Option, Plan, make_plan
+from cgx_ray.plan import DENSE, CodecSpec, Option, Plan, make_plan
 from cgx_ray.planner.bits import WIDTHS
 from cgx_ray.planner.candidates import CodecCost, candidate_options
 from cgx_ray.planner.cost import Link, Network, exchange_s
@@ -270,12 +270,16 @@ class ClusterErrors:
 
     step_noise   standard deviation of the logarithm of compute and, by itself, of what exchanges add to it
     bias         by option, a factor on the whole step of plans with nothing else; by dense bytes in mixtures
+    unknown      mean logarithm of such factors that the seed draws, for each option and, about 1, for each plan on each
+                 network, so that a plan says little of those beside it; their standard deviations are 0.6 and 0.4 of
+                 it. Steps of plain dense take as long as predicted
     cold_steps   steps over which compute falls from 3 times to its usual time
     switch_s     seconds that the first step under a new plan takes longer
     """
 
     step_noise: float = 0.03
     bias: Mapping[Option, float] = field(default_factory=dict)
+    unknown: float = 0.0
     cold_steps: float = 0.0
     switch_s: float = 0.2
 
@@ -299,8 +303,9 @@ class SimulatedCluster:
         self._layer_errors, self._num_measured = layer_errors or {}, 0
         self.model, self.errors = model, errors
         self._costs, self._gain = costs, gain
-        self._random = random.Random(seed)
+        self._random, self._seed = random.Random(seed), seed
         self.truth = cache(self._truth)
+        self.bias = cache(self._bias)
         self.score = cache(self._score)
 
     def _truth(self, state: ClusterState) -> Measured:
@@ -316,14 +321,26 @@ class SimulatedCluster:
             },
         )
 
-    def bias(self, groups: tuple[PlannedGroup, ...]) -> float:
+    def _bias(self, groups: tuple[PlannedGroup, ...], state: ClusterState) -> float:
+        """Return the true seconds of a step over those of the planner's model."""
         whole = sum(group.dense_bytes for group in groups)
-        shares = ((group.dense_bytes / whole, self.errors.bias.get(group.option, 1.0)) for group in groups)
-        return math.exp(math.fsum(share * math.log(factor) for share, factor in shares))
+        shares = ((group.dense_bytes / whole, self._option_bias(group.option)) for group in groups)
+        log = math.fsum(share * one for share, one in shares)
+        if not self.errors.unknown or all(group.option == DENSE for group in groups):
+            return math.exp(log)
+        return math.exp(log + 0.4 * self._drawn((*groups, state.link)))
+
+    def _option_bias(self, option: Option) -> float:
+        unknown = self.errors.unknown
+        drawn = unknown + 0.6 * self._drawn(option) if unknown and option != DENSE else 0.0
+        return drawn + math.log(self.errors.bias.get(option, 1.0))
+
+    def _drawn(self, what: object) -> float:
+        return random.Random(f"{self._seed} {what}").gauss(0, self.errors.unknown)
 
     def _score(self, groups: tuple[PlannedGroup, ...], state: ClusterState) -> float:
         """Return the true seconds for the progress of one dense step."""
-        return predict(self.truth(state), groups).score * self.bias(groups)
+        return predict(self.truth(state), groups).score * self.bias(groups, state)
 
     def step(self, number: int, plan: Plan, state: ClusterState, *, is_new: bool) -> tuple[list[StepSample], float]:
         """Return the samples of all ranks of a step, and its seconds."""
@@ -333,7 +350,7 @@ class SimulatedCluster:
         own = replace(truth, backward_s=tuple(factor * seconds for seconds in truth.backward_s))
         predicted = predict(own, groups)
         step_s = own.compute_s + (predicted.step_s - own.compute_s) * self._noise()
-        step_s = step_s * self.bias(groups) + (self.errors.switch_s if is_new else 0.0)
+        step_s = step_s * self.bias(groups, state) + (self.errors.switch_s if is_new else 0.0)
         ready_s = _ready_s(own, groups)
         link = truth.network.between
         transfers = simulated_transfers(groups, lambda group: self._delay() * flat_exchange_s(group, WORLD, link))
