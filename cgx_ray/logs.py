@@ -29,7 +29,7 @@ class _LinesHandler(logging.StreamHandler[TextIO]):
     """Leaves the lines to the handlers that the program sets up later, if it does."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not logging.getLogger().handlers:
+        if not logging.getLogger().handlers and logging.getLogger(NAME).handlers == [self]:
             super().emit(record)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from cgx_ray.session.attach import attach
@@ -38,8 +40,12 @@ class CGXCallback(Callback):
             self.attachment.load_state_dict(self._states)
             self._states = None
 
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        if self.attachment is not None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # Not in `on_before_backward`, where a GradScaler has scaled it.
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if self.attachment is not None and isinstance(loss, Tensor) and loss.numel() == 1:
             lr = trainer.optimizers[0].param_groups[0]["lr"]
             self.attachment.observe(loss=loss.detach() * trainer.accumulate_grad_batches, lr=lr)
 
@@ -60,9 +66,17 @@ class CGXCallback(Callback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep the states until training starts. A checkpoint from a run without cgx_ray has none."""
-        self._states = checkpoint.get(_KEY)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._states = checkpoint.get(_KEY)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        # Lightning calls no `teardown` then.
+        self._close()
+
+    def _close(self) -> None:
         if self.attachment is not None:
             self.attachment.close()
             self.attachment = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,27 +19,35 @@ class CGXCallback(TrainerCallback):
     """Attaches the DistributedDataParallel that the Trainer makes, when training begins.
 
     The loss and the learning rate are reported with `Attachment.observe` whenever the Trainer logs them. Checkpoints
-    get a file per rank with what codecs have kept, `cgx_ray_<rank>.pt`. Before evaluations and checkpoints, and at the
-    end, all ranks have the same parameters, also if a period is more than 1.
+    get a file per rank with what codecs have kept, `cgx_ray_<rank>_of_<ranks>.pt`. Before evaluations and checkpoints,
+    and at the end, all ranks have the same parameters, also if a period is more than 1.
 
     attachment  None before the first training
     """
 
-    def __init__(self, trainer: Trainer, **options: Any) -> None:
-        """`options`: arguments of `cgx_ray.attach`, such as `codec="qsgd:bits=4"`."""
+    def __init__(self, trainer: Trainer, *, resume_from: str | os.PathLike[str] | None = None, **options: Any) -> None:
+        """
+        resume_from  checkpoint that `trainer.train(resume_from_checkpoint=)` gets; by default the one of the same step
+                     in the Trainer's own folder
+        options      arguments of `cgx_ray.attach`, such as `codec="qsgd:bits=4"`
+        """
         self.attachment: Attachment | None = None
         # It holds its callbacks.
         self._trainer = weakref.proxy(trainer)
-        self._options = options
+        self._options, self._resume_from = options, resume_from
         self._attached: weakref.ref[Any] | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         model = self._trainer.model_wrapped
-        if self._attached is None or self._attached() is not model:
+        is_attached = self.attachment is not None and not self.attachment.is_closed
+        if not is_attached or self._attached is None or self._attached() is not model:
+            if self.attachment is not None:
+                self.attachment.close()
             self.attachment, self._attached = attach(model, **self._options), weakref.ref(model)
         assert self.attachment is not None
         if state.global_step:
-            load_rank_files(self.attachment, _checkpoint(args, state))
+            given = self._resume_from or args.resume_from_checkpoint
+            load_rank_files(self.attachment, Path(given) if given else _checkpoint(args, state))
 
     def on_log(
         self,
@@ -49,7 +58,7 @@ class CGXCallback(TrainerCallback):
         **_: Any,
     ) -> None:
         if self.attachment is not None and logs and "loss" in logs:
-            self.attachment.observe(loss=float(logs["loss"]), lr=float(logs["learning_rate"]))
+            self.attachment.observe(loss=logs["loss"], lr=logs.get("learning_rate"))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._end_round_before(control)
@@ -67,7 +76,8 @@ class CGXCallback(TrainerCallback):
             self.attachment.end_round()
 
     def _end_round_before(self, control: TrainerControl) -> None:
-        if self.attachment is not None and (control.should_evaluate or control.should_save):
+        is_due = control.should_evaluate or control.should_save or control.should_training_stop
+        if self.attachment is not None and is_due:
             self.attachment.end_round()
 
 

@@ -118,7 +118,8 @@ def attach_with(
     return process.attachment
 
 
-_SETTINGS = {field.name for field in fields(Settings)}
+# `Attachment.trace` does what `trace_steps` does.
+_SETTINGS = {field.name for field in fields(Settings)} - {"trace_steps"}
 # Settings that make plans. Those of a Ray Train worker come from the controller.
 _OF_PLANS = ("overrides", "exclude", "group_bytes")
 _OF_STATIC = ("codec", "scheme", "intra", "period")
@@ -241,7 +242,7 @@ def _attach(
             world.gather(None)
         undo.pop_all()
     if dist.get_rank() == 0:
-        journal = getattr(control or process.session, "journal", None)
+        journal = getattr(session, "journal", None)
         logger.info("%s", _started(engine, settings if plan is None else None, journal))
     if asks_controller and process.session is None and dist.get_rank() == 0 and _is_ray_train_worker():
         logger.warning(

@@ -372,7 +372,7 @@ class Attachment:
     def _say_end(self) -> None:
         """Log what was in force, on rank 0, if no control loop does it: that also knows what dense would have taken."""
         is_silent = self.control is not None or process.session is not None
-        if is_silent or self._engine is None or not dist.is_initialized() or dist.get_rank() != 0:
+        if is_silent or not isinstance(self._engine, Engine) or not dist.is_initialized() or dist.get_rank() != 0:
             return
         num_steps = self.last_step.step + 1 if self.last_step is not None else 0
         logger.info(

@@ -110,7 +110,12 @@ def test_a_verdict_on_a_network_without_dense_steps_says_that_it_is_predicted() 
 
 @pytest.mark.parametrize(
     ("speed_up", "says"),
-    [(1.01, "as fast as dense ("), (0.99, "as fast as dense ("), (0.8, "1.25x slower than dense (")],
+    [
+        (1.04, "1.04x faster than dense ("),
+        (1.01, "as fast as dense ("),
+        (0.99, "as fast as dense ("),
+        (0.8, "1.25x slower than dense ("),
+    ],
 )
 def test_a_run_that_gained_nothing_is_told_so(speed_up: float, says: str) -> None:
     assert totals(started(QSGD, "static"), progress(0, 9, 1.0, speed_up)).verdict().startswith(says)
@@ -120,6 +125,9 @@ def test_a_dense_run_says_why() -> None:
     both = progress(0, 97, 1.0, 1.0, compute_s=0.98), progress(1, 3, 1.0, 1.1)
     run = totals(started(), both[0], decided("dense", QSGD), both[1])
     assert run.verdict() == "dense 97 % of the time: compute bounds your steps, compression would not pay here"
+    waiting = progress(0, 97, 1.0, 1.0, compute_s=0.3), progress(1, 3, 0.3, 3.0, compute_s=0.3)
+    run = totals(started(), waiting[0], decided("dense", QSGD), waiting[1])
+    assert QSGD in run.verdict(), "a plan did promise enough"
     run = totals(started(), progress(0, 9, 1.0, 1.0))
     assert run.verdict() == "dense 100 % of the time: no other plan promised enough on this network"
     run = totals(started(kind="static"), progress(0, 9, 1.0, 1.0))
@@ -132,8 +140,16 @@ def test_a_journal_of_an_old_version_says_nothing_of_the_loss() -> None:
     assert totals(start, progress(0, 9, 1.0, 2.0)).verdict().endswith(f"{QSGD} from the first step on")
 
 
+def test_a_run_in_the_same_folder_without_the_history_begins_its_plans_anew() -> None:
+    first = started(), progress(0, 9, 1.0, 1.0)
+    run = totals(
+        *first, decided("dense", QSGD), progress(1, 90, 0.4, 2.5), started(QSGD, "static"), progress(0, 90, 0.4, 2.5)
+    )
+    assert run.in_dense_s == 9.0
+
+
 def test_too_few_steps_are_no_verdict() -> None:
-    said = "1 step under dense: too few to say how fast dense would be"
+    said = "1 step under dense; how fast dense would be is not known"
     assert totals(started(), progress(0, 1, 1.0, None)).verdict() == said
 
 

@@ -78,7 +78,7 @@ def _with_transformers(rank: int, folder: Path) -> tuple[Tensor, Tensor, int]:
 
     _as_launched(rank)
     whole, resumed = train(None), train(str(folder / "checkpoint-3"))
-    state = torch.load(folder / "checkpoint-3" / f"cgx_ray_{rank}.pt", weights_only=True)
+    state = torch.load(folder / "checkpoint-3" / f"cgx_ray_{rank}_of_2.pt", weights_only=True)
     return whole, resumed, len(state["residuals"])
 
 
@@ -107,7 +107,7 @@ def _with_accelerate(rank: int, folder: Path) -> tuple[Tensor, Tensor, int]:
     accelerator.load_state(str(folder))
     resumed = train(range(3, 6))
     attachment.close()
-    return whole, resumed, len(torch.load(folder / f"cgx_ray_{rank}.pt", weights_only=True)["residuals"])
+    return whole, resumed, len(torch.load(folder / f"cgx_ray_{rank}_of_2.pt", weights_only=True)["residuals"])
 
 
 def _with_lightning(rank: int, folder: Path) -> tuple[Tensor, Tensor, int]:
@@ -171,7 +171,7 @@ def test_files_of_other_ranks_are_averaged(tmp_path: Path) -> None:
             self.states = list(states) if not isinstance(states, dict) else states
 
     for rank in range(2):
-        torch.save({"world_size": 2, "rank": rank}, tmp_path / f"cgx_ray_{rank}.pt")
+        torch.save({"world_size": 2, "rank": rank}, tmp_path / f"cgx_ray_{rank}_of_2.pt")
     loaded = Loaded()
     # This process is the only one of its run.
     load_rank_files(loaded, tmp_path)  # type: ignore[arg-type]
@@ -182,4 +182,4 @@ def test_a_checkpoint_without_them_is_said(tmp_path: Path, caplog: pytest.LogCap
     from cgx_ray.integrations.rank_files import load_rank_files
 
     load_rank_files(Attachment(None), tmp_path)
-    assert "has no file cgx_ray_0.pt" in caplog.text
+    assert "has no file cgx_ray_0_of_1.pt" in caplog.text

@@ -103,6 +103,9 @@ class RunTotals:
         """Add a line of the journal, in its order. Lines of other events change nothing."""
         if entry["event"] == "start":
             self.is_static = entry["policy"]["kind"] == "static"
+            if entry["plan"].get("version", 0) <= max(self._plans, default=-1):
+                # A run without the history of the one before: its plans have the same numbers.
+                self._plans = {}
             self._take_plan(entry["plan"])
             self._set_plan(entry["plan"]["plan"], 0 if not self.num_all else None)
         elif entry["event"] == "decision":
@@ -111,7 +114,7 @@ class RunTotals:
             # Plans for a few steps are none that anything is since.
             if entry["kind"] != "keep" and entry.get("made_by") not in ("codec_trial", "dense_trial", "return"):
                 self._set_plan(entry["new"]["plan"], entry["step"] + 1)
-        elif entry["event"] == "progress" and entry["num_steps"]:
+        elif entry["event"] == "progress" and entry["num_steps"] and entry["step_s"] > 0:
             self._add_progress(entry)
 
     def _take_plan(self, plan: Mapping[str, Any]) -> None:
@@ -171,12 +174,14 @@ class RunTotals:
         """
         known = beside or (self.num_steps and (self.steps_s / self.num_steps, self.as_dense_s / self.num_steps))
         if not known:
-            return f"{format_count(self.num_all, 'step')} under {self.plan}: too few to say how fast {DENSE} would be"
-        if beside is None and self.in_dense_s >= MOSTLY_DENSE * self.steps_s:
+            return f"{format_count(self.num_all, 'step')} under {self.plan}; how fast {DENSE} would be is not known"
+        is_dense = self.in_dense_s >= MOSTLY_DENSE * self.steps_s
+        if beside is None and is_dense and (self.plan == DENSE or self._compute_share >= MOSTLY_COMPUTE):
             return self._dense_verdict()
         step_s, dense_s = known
         ratio, (took, dense_took) = dense_s / step_s, map(format_seconds, known)
-        said = f"{ratio:.2g}x faster than {DENSE}" if ratio < 9.95 else f"{ratio:.0f}x faster than {DENSE}"
+        digits = ".2f" if ratio < 1.1 else ".2g" if ratio < 9.95 else ".0f"
+        said = f"{ratio:{digits}}x faster than {DENSE}"
         if ratio < SAME:
             said = f"{1 / ratio:.2f}x slower than {DENSE}" if ratio < 1 / SAME else f"as fast as {DENSE}"
         is_predicted = beside is None and self.is_predicted
@@ -191,8 +196,12 @@ class RunTotals:
         cost = f"expected loss {loss:.3f} of {DENSE}" if loss is not None else "its cost in loss was not measured"
         return [f"{self.plan} {since}", cost]
 
+    @property
+    def _compute_share(self) -> float:
+        return self.compute_s / self.all_s if self.all_s > 0 else 0.0
+
     def _dense_verdict(self) -> str:
-        compute = self.compute_s / self.all_s if self.all_s > 0 else 0.0
+        compute = self._compute_share
         why = "no other plan promised enough on this network"
         if compute >= MOSTLY_COMPUTE:
             why = "compute bounds your steps, compression would not pay here"
