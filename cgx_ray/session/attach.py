@@ -91,17 +91,11 @@ def attach(
     TransportError if ranks cannot connect, StateError if a rank cannot restore its state from Ray Train's checkpoint,
     LimitError if a rank may open no more files or start no more threads, CGXError for what no one expected.
     """
-    others = {name: value for name, value in more.items() if name not in POLICY_ARGUMENTS} | {
-        "transport": transport,
-        "shared_memory": shared_memory,
-        "timeout_s": timeout_s,
-        "weight_check_steps": weight_check_steps,
-        "average_weights": average_weights,
-        "silent_s": silent_s,
-    }
-    choice = {"codec": codec, "scheme": scheme, "intra": intra, "period": period}
-    choice |= {name: value for name, value in more.items() if name in POLICY_ARGUMENTS}
-    make_settings = partial(_settings, policy, folder, plan, choice, others)
+    more |= {"transport": transport, "shared_memory": shared_memory, "timeout_s": timeout_s, "silent_s": silent_s}
+    more |= {"weight_check_steps": weight_check_steps, "average_weights": average_weights}
+    more |= {"codec": codec, "scheme": scheme, "intra": intra, "period": period}
+    choice = {name: more.pop(name) for name in POLICY_ARGUMENTS if name in more}
+    make_settings = partial(_settings, policy, folder, plan, choice, more)
     asks, model = all(one is None for one in (policy, plan, *choice.values())), uncompiled(model)
     process.attachment = _attach(model, plan, make_settings, folder, parameters, scaler, asks_controller=asks)
     return process.attachment

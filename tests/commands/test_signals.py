@@ -141,8 +141,8 @@ def test_every_command_that_takes_long_is_among_the_cases() -> None:
     assert isinstance(main, LazyGroup)
     assert isinstance(bench, LazyGroup)
     short = {f"lab {name}" for name in ("set", "cut", "reconnect", "status", "schedule", "down", "run")}
-    no_gpu = {"bench gpu"}
-    long = {*commands(main), *(f"bench {name}" for name in bench.places)} - short - no_gpu
+    no_gpu, quick = {"bench gpu"}, {"compare"}
+    long = {*commands(main), *(f"bench {name}" for name in bench.places)} - short - no_gpu - quick
     assert {id_of(case) for case in (*CASES, *LAB_CASES)} == long
 
 

@@ -130,7 +130,7 @@ def test_options_that_make_no_sense_are_refused_before_anything_starts(tmp_path)
         DemoOptions(out=tmp_path, policy="flexible", fidelity="fast")
     (tmp_path / "x").write_text("")
     done = subprocess.run([*CGX_RAY, "demo", "--out", tmp_path], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith("Error: ")
     assert "is not empty; give another --out" in done.stderr
 
