@@ -108,6 +108,6 @@ def test_one_node_is_nothing_to_probe_and_no_cluster_is_one_clear_error(address:
         )
         for where in (address, "127.0.0.1:1")
     )
-    assert one.returncode == none.returncode == 1
+    assert one.returncode == none.returncode == 2
     assert "the cluster has one node" in one.stderr, one.stderr
     assert "no Ray cluster at '127.0.0.1:1'" in none.stderr, none.stderr
