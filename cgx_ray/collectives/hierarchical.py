@@ -24,7 +24,7 @@ from cgx_ray.collectives.pieces import chunk_bounds
 from cgx_ray.collectives.sra import Sra
 from cgx_ray.collectives.subset import MessageGroup, Subset
 from cgx_ray.collectives.transport.transport import Transport
-from cgx_ray.collectives.transport.transport_like import Handle, TransportLike
+from cgx_ray.collectives.transport.transport_like import Handle, TransportLike, ranks_of_nodes
 from cgx_ray.plan import Intra, Layer, Scheme
 from cgx_ray.runtime_ext import ops
 
@@ -85,7 +85,7 @@ class Hierarchical(Exchange):
     ) -> None:
         """`make_inner` makes the exchange between nodes, for a codec, a number of elements, and the ranks in it."""
         super().__init__(transport)
-        members = _members(transport.nodes)
+        members = ranks_of_nodes(transport.nodes)
         here = next(ranks for ranks in members if transport.rank in ranks)
         num_chunks = min(map(len, members))
         self._place, self._node = here.index(transport.rank), members.index(here)
@@ -159,11 +159,6 @@ class Hierarchical(Exchange):
         """Return the seed for one of the uses: equal on ranks that exchange with each other, different elsewhere."""
         who = {_BETWEEN: self._place, _INSIDE: self._node, _SHARED: 0}[use]
         return ops.message_key(seed, stamp.step, stamp.group, who, use)
-
-
-def _members(nodes: Sequence[int]) -> list[list[int]]:
-    """Return the ranks of each node, ascending."""
-    return [[rank for rank, node in enumerate(nodes) if node == wanted] for wanted in sorted(set(nodes))]
 
 
 def _chunks(codec: Codec, numel: int, num_chunks: int) -> list[tuple[int, int]]:

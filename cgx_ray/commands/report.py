@@ -16,7 +16,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.report.live_view import broken_note, plan_in_force
 from cgx_ray.report.picture import plot_runs
 from cgx_ray.report.record import RunRecord, load_run
-from cgx_ray.report.run_facts import last_loss, mean_step_s, num_changes, prediction_errors, spans, world_size
+from cgx_ray.report.run_facts import dense_of, last_loss, mean_step_s, num_changes, prediction_errors, spans, world_size
 from cgx_ray.report.run_page import Extras, report_page
 from cgx_ray.report.show import print_line, whole_file, write_json
 from cgx_ray.units import format_count
@@ -50,10 +50,10 @@ def report(
     """
     folder, console = run_dir.resolve(), console_for(json_path)
     records = _read_runs(folder, events)
-    decided = [record for record in records if record.starts or record.decisions]
+    dense, decided = dense_of(records), [record for record in records if record.has_journal]
     for record in decided:
         name = f"{record.name}: " if len(decided) > 1 else ""
-        print_line(console, f"cgx_ray: {name}{verdict(record, _dense_of(records))}.", style="bold")
+        print_line(console, f"cgx_ray: {name}{verdict(record, dense)}.", style="bold")
     plot_runs(records, plot, title=f"{folder.name}: {world_size(records[-1])} workers")
     write_page(html, folder.name, records, usd_per_hour=price)
     for record in records:
@@ -62,7 +62,7 @@ def report(
     counts = [f"{f'{one.name}: ' if len(decided) > 1 else ''}{_decisions_of(one)}" for one in decided]
     print_line(console, f"{'; '.join(counts)}; picture: {plot}; report: {html}")
     if json_path is not None:
-        write_json(json_path, {"runs": [describe_run(record, _dense_of(records)) for record in records]})
+        write_json(json_path, {"runs": [describe_run(record, dense) for record in records]})
     if opens:
         click.launch(html.resolve().as_uri())
 
@@ -77,9 +77,7 @@ def totals_of(record: RunRecord) -> RunTotals:
 
 def verdict(record: RunRecord, dense: RunRecord | None) -> str:
     """Return what the run has brought, beside the run `dense` if there is one; "" for one without a journal."""
-    if not record.starts and not record.decisions:
-        return ""
-    return totals_of(record).verdict(_beside(record, dense))
+    return totals_of(record).verdict(_beside(record, dense)) if record.has_journal else ""
 
 
 def _beside(record: RunRecord, dense: RunRecord | None) -> tuple[float, float] | None:
@@ -90,10 +88,6 @@ def _beside(record: RunRecord, dense: RunRecord | None) -> tuple[float, float] |
     return (step_s, dense_s) if step_s and dense_s else None
 
 
-def _dense_of(records: Sequence[RunRecord]) -> RunRecord | None:
-    return next((record for record in records if record.name == "dense"), None)
-
-
 def describe_run(record: RunRecord, dense: RunRecord | None = None) -> dict[str, Any]:
     """Return the run for JSON. `dense`: a run without compression beside it."""
     totals, beside, found = totals_of(record), _beside(record, dense), spans(record)
@@ -102,9 +96,9 @@ def describe_run(record: RunRecord, dense: RunRecord | None = None) -> dict[str,
     step_s = mean_step_s(found)
     return {
         "name": record.name,
-        "verdict": verdict(record, dense) or None,
+        "verdict": totals.verdict(beside) if record.has_journal else None,
         "plan": plan_in_force(record),
-        "since_step": totals.since if record.starts or record.decisions else None,
+        "since_step": totals.since if record.has_journal else None,
         "num_steps": sum(span.num_steps for span in found),
         "step_s": step_s,
         "dense_step_s": step_s * speed_up if step_s is not None and speed_up is not None else None,
@@ -136,7 +130,7 @@ def _read_runs(folder: Path, events: Path | None) -> list[RunRecord]:
         raise ConfigError(f"{folder} is no folder; give that of a run, <storage path>/<run name>, or of several runs")
     record = load_run(folder, events)
     records = [record]
-    if not record.decisions and not record.starts:
+    if not record.has_journal:
         records = _runs_below(folder, events)
     if not records or not (records[-1].decisions or spans(records[-1])):
         skipped = "".join(f"; {note}" for note in broken_note(record.broken))

@@ -56,7 +56,7 @@ class Registration:
 
     @property
     def of_device(self) -> dict[str, Any]:
-        """What `Measured` has of the device that holds the gradients, besides times of codecs."""
+        """Fields of `Measured` about the device that holds the gradients, besides times of codecs."""
         return {"encodes_on": self.encodes_on, "bus": self.bus, "engine": self.engine}
 
     @property

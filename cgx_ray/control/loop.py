@@ -39,7 +39,7 @@ from cgx_ray.control.journal.sentences import decision_line, report_hint
 from cgx_ray.control.journal_events import JournalEvents
 from cgx_ray.control.learned.evidence import Evidence, Verdict, verdict
 from cgx_ray.control.live_state import LiveState
-from cgx_ray.control.policies.policy import MAX_SLOWDOWN, Decision, PlannerInput, Policy, Situation, Static
+from cgx_ray.control.policies.policy import MAX_SLOWDOWN, Decision, PlannerInput, Policy, Situation
 from cgx_ray.control.trial.measuring_steps import COMPARED, NUM_MEASURING_STEPS, MeasuringSteps, codec_trial
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import Fault, NodeSample
@@ -337,7 +337,7 @@ class ControlLoop:
 
     def _decide(self, state: WorkerGroupState, at: _When) -> Decision | None:
         """Ask the policy if there is a cause, and time a codec if it changes nothing."""
-        measured = state.measured() if not isinstance(self._policy, Static) else None
+        measured = state.measured() if self._policy.decides else None
         cause = state.cause(at.step, at.now_s, measured, self._policy.review_s) if measured is not None else None
         if measured is None or cause is None:
             return None

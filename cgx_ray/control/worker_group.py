@@ -28,7 +28,7 @@ from cgx_ray.control.learned.measured import (
 from cgx_ray.control.network.changes import SlowRanks, StepTimeChanges, network_cause
 from cgx_ray.control.network.known_network import KnownNetwork
 from cgx_ray.control.network.recent_links import RecentLinks
-from cgx_ray.control.policies.policy import MAX_SLOWDOWN, REVIEW_S, Decision, Policy, Static
+from cgx_ray.control.policies.policy import MAX_SLOWDOWN, REVIEW_S, Decision, Policy
 from cgx_ray.control.trial.bans import Bans
 from cgx_ray.control.trial.measuring_steps import MeasuringSteps
 from cgx_ray.control.trial.outcome import PendingOutcome, PlanRecord
@@ -92,8 +92,8 @@ class WorkerGroupState:
         self._registration = registration
         self._joiner = StepJoiner(plan.world_size)
         self._slow_ranks, self._changes = SlowRanks(plan.world_size), StepTimeChanges()
-        # Without them nothing is decided. The plan of a `Static` is compared with dense only.
-        self._needs_gains = not isinstance(policy, Static)
+        # Without them nothing is decided. A plan that stays is compared with dense only.
+        self._needs_gains = policy.decides
         self._recent: list[JoinedStep] = []
         # Versions of the plan in force, on trial and permanent, and whether an outcome of it is known.
         self._versions, self._is_judged = {plan.version}, False

@@ -38,6 +38,8 @@ from cgx_ray.runtime_ext.streams import streams_of
 if TYPE_CHECKING:
     from cgx_ray.engine.period.rounds import Rounds
 
+CLOSED = "the engine is closed; attach again to train on"
+
 logger = logging.getLogger(__name__)
 
 
@@ -110,8 +112,7 @@ class Engine:
         # The thread uses the groups' memory on a stream of its own.
         self.streams.mark().wait()
         self._num_threads = torch.get_num_threads()
-        closed = "the engine is closed; attach again to train on"
-        self._thread = WorkThread("cgx-ray-engine", self._run, transport.close, transport.wake, closed=closed)
+        self._thread = WorkThread("cgx-ray-engine", self._run, transport.close, transport.wake, closed=CLOSED)
 
     # Called by the training thread, and by the threads that bring plans and collect samples.
 

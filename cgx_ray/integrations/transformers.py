@@ -19,8 +19,8 @@ class CGXCallback(TrainerCallback):
     """Attaches the DistributedDataParallel that the Trainer makes, when training begins.
 
     The loss and the learning rate are reported with `Attachment.observe` whenever the Trainer logs them. Checkpoints
-    get a file per rank with what codecs have kept, `cgx_ray_<rank>_of_<ranks>.pt`. Before evaluations and checkpoints,
-    and at the end, all ranks have the same parameters, also if a period is more than 1.
+    get a file per rank with what codecs have kept, `cgx_ray-rank<rank>-of-<ranks>.pt`. Before evaluations and
+    checkpoints, and at the end, all ranks have the same parameters, also if a period is more than 1.
 
     attachment  None before the first training
     """

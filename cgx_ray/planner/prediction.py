@@ -11,7 +11,19 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple, get_args
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import DEFAULT_GROUP_BYTES, DENSE, MAX_PERIOD, NONE, CodecSpec, GroupPlan, Intra, Layer, Option, Plan
+from cgx_ray.plan import (
+    DEFAULT_GROUP_BYTES,
+    DENSE,
+    MAX_PERIOD,
+    NONE,
+    CodecSpec,
+    GroupPlan,
+    Intra,
+    Layer,
+    Option,
+    Plan,
+    Scheme,
+)
 from cgx_ray.planner.bits import QSGD, LayerErrors
 from cgx_ray.planner.candidates import CodecCost, codec_cost_of, efficiency, host_name
 from cgx_ray.planner.cost import Link, Network
@@ -130,12 +142,13 @@ class Measured:
     @property
     def inside_sum_s(self) -> float:
         """Seconds of a step in which nodes sum all gradients, DDP bucket by bucket, beside backward where they can."""
-        link, num_local = self.network.inside, self.network.ranks_per_node
-        if link is None or num_local == 1:
+        link = self.network.inside
+        if link is None or self.network.is_flat(Intra.DENSE):
             return 0.0
         num_bytes = sum(layer.dense_bytes for layer in self.layers)
         num_buckets = max(1, math.ceil(num_bytes / DEFAULT_GROUP_BYTES))
-        alone_s = 2 * (num_buckets * link.alpha_s + (num_local - 1) / num_local * num_bytes * link.beta_s_per_byte)
+        (hops, crossing_bytes), _ = self.network.terms(Scheme.SRA, Intra.DENSE, num_bytes, num_bytes)
+        alone_s = num_buckets * hops * link.alpha_s + crossing_bytes * link.beta_s_per_byte
         return max(alone_s / num_buckets, alone_s - math.fsum(self.backward_s[1:]))
 
     def of_round(self, period: int, inside_s: float = 0.0) -> Measured:

@@ -21,11 +21,11 @@ from cgx_ray.control.live_state import NAMESPACE, new_actor_name
 from cgx_ray.errors import StateError
 from cgx_ray.ray_train.agent_watch import MAX_RESTARTS, AgentWatch, node_addresses, start_agents
 from cgx_ray.ray_train.compat import RunFacts, TorchBackend, TorchConfig, run_facts
-from cgx_ray.ray_train.state_files import write_state
 from cgx_ray.ray_train.worker import close_ray_session, open_ray_session
 from cgx_ray.session.attachment import process
 from cgx_ray.session.own_folder import OwnFolder
 from cgx_ray.session.settings import POLICY_ARGUMENTS, Settings, make_policy
+from cgx_ray.session.state_files import write_state
 
 logger = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from cgx_ray.logs import show_lines
 from cgx_ray.monitors.plan_relay import POLL_TIMEOUT_S
 from cgx_ray.monitors.sample import Fault
 from cgx_ray.plan import Layer, Plan
-from cgx_ray.ray_train.state_files import read_state
 from cgx_ray.session.attachment import Attachment, process
 from cgx_ray.session.calibrate import calibrate
 from cgx_ray.session.settings import Settings
+from cgx_ray.session.state_files import read_state
 
 logger = logging.getLogger(__name__)
 

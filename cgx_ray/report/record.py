@@ -110,6 +110,11 @@ class RunRecord:
         self._clip = _Clip()
 
     @property
+    def has_journal(self) -> bool:
+        """True if the run has told of itself in decisions.jsonl."""
+        return bool(self.starts or self.decisions)
+
+    @property
     def clipped(self) -> str:
         """Return in words how many numbers were clipped, "" if none was."""
         count, first = self._clip.count, self._clip.first

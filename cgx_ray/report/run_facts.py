@@ -203,6 +203,11 @@ def speed_up(record: RunRecord, dense: RunRecord | None) -> SpeedUp | None:
     return SpeedUp(ratio=dense_s / steps_s(known), known_by=known_by)
 
 
+def dense_of(records: Sequence[RunRecord]) -> RunRecord | None:
+    """Return the run without compression, which a demo has beside others."""
+    return next((record for record in records if record.name == "dense"), None)
+
+
 def num_changes(record: RunRecord) -> int:
     """Return the number of decisions for another plan."""
     return sum(line["kind"] != "keep" for line in record.decisions)

@@ -14,6 +14,7 @@ from cgx_ray.report.record import RunRecord
 from cgx_ray.report.run_facts import (
     SpeedUp,
     between_share,
+    dense_of,
     duration_s,
     mean_parts,
     mean_step_s,
@@ -49,7 +50,7 @@ class Extras:
 
 def report_page(title: str, records: Sequence[RunRecord], extras: Extras) -> str:
     """Return the report of `records`, the dense one first if there is one."""
-    dense = next((record for record in records if record.name == "dense"), None)
+    dense = dense_of(records)
     body = [page.heading(1, title)]
     with page_style():
         if len(records) > 1:

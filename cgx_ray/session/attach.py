@@ -37,6 +37,12 @@ from cgx_ray.units import format_count
 
 logger = logging.getLogger(__name__)
 
+# `Attachment.trace` does what `trace_steps` does.
+_SETTINGS = {field.name for field in fields(Settings)} - {"trace_steps"}
+# Settings that make plans. Those of a Ray Train worker come from the controller.
+_OF_PLANS = ("overrides", "exclude", "group_bytes")
+_OF_STATIC = ("codec", "scheme", "intra", "period")
+
 # Returns an engine at work behind a model, and a function that removes its hooks.
 EngineMaker = Callable[..., tuple[Engine | ShardedEngine, Callable[[], None]]]
 
@@ -110,13 +116,6 @@ def attach_with(
         uncompiled(model), None, lambda: settings, folder, None, None, make_control, asks_controller=True
     )
     return process.attachment
-
-
-# `Attachment.trace` does what `trace_steps` does.
-_SETTINGS = {field.name for field in fields(Settings)} - {"trace_steps"}
-# Settings that make plans. Those of a Ray Train worker come from the controller.
-_OF_PLANS = ("overrides", "exclude", "group_bytes")
-_OF_STATIC = ("codec", "scheme", "intra", "period")
 
 
 def _settings(

@@ -131,7 +131,8 @@ class Attachment:
 
         Waits for the measurement of the last step, so log every few steps.
         """
-        return self.last_step.as_metrics() if self.last_step is not None else {}
+        sample = self.last_step
+        return sample.as_metrics() if sample is not None else {}
 
     @property
     def last_spans(self) -> list[Span]:

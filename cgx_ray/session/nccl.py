@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ray.collectives.transport.gathered import Gatherer
 from cgx_ray.collectives.transport.tcp import connect_s
+from cgx_ray.collectives.transport.transport_like import ranks_of_nodes
 from cgx_ray.errors import ConfigError
 from cgx_ray.runtime_ext.streams import streams_of
 from cgx_ray.torch_compat import is_registered, skip_group_names
@@ -90,8 +91,7 @@ def inside_group(
 
     Only for ranks that have got that group: what forbids one forbids both. Logs why there is none, once.
     """
-    subsets = [[rank for rank, node in enumerate(nodes) if node == wanted] for wanted in sorted(set(nodes))]
-    attempt = _Attempt(device, timeout_s, subsets)
+    attempt = _Attempt(device, timeout_s, ranks_of_nodes(nodes))
     problem = attempt.problem_of_any(gather)
     if problem is not None and dist.get_rank() == 0:
         logger.warning(

@@ -186,7 +186,7 @@ class Settings:
     @property
     def decides(self) -> bool:
         """True if the policy decides during training, so that it needs gains and codec times."""
-        return not isinstance(self.policy, Static)
+        return self.chosen_policy.decides
 
     def timed_codecs(self) -> tuple[CodecSpec, ...]:
         """Return the codecs whose times predictions need: none, those of the policy, and those of layer rules."""

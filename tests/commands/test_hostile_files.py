@@ -17,7 +17,7 @@ from click.testing import CliRunner
 import cgx_ray
 from cgx_ray.cli import main
 from cgx_ray.planner.scenario import TYPICAL_PROFILE
-from cgx_ray.ray_train.state_files import read_state, state_file
+from cgx_ray.session.state_files import read_state, state_file
 from cgx_ray.session.states import STATE_FORMAT
 from cgx_ray.untrusted import MAX_BYTES, parse_json, parse_yaml, printable
 

@@ -1,4 +1,4 @@
-"""What a user reads: one line per decision, and the verdict on a run."""
+"""Sentences that a user reads: one line per decision, and the verdict on a run."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from support.ranks import log_lines, run_cases
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from cgx_ray.ray_train.state_files import read_state, state_file, write_state
+from cgx_ray.session.state_files import read_state, state_file, write_state
 from cgx_ray.session.states import STATE_FORMAT, no_memory
 
 # Elements of the one layer: 40 MiB, since the C library gives memory back at once from 32 MiB on.
@@ -62,7 +62,7 @@ _MEASURED = """
 import sys
 from pathlib import Path
 import torch
-from cgx_ray.ray_train.state_files import read_state
+from cgx_ray.session.state_files import read_state
 
 def mib(field):
     return int(Path("/proc/self/status").read_text().partition(field + ":")[2].split()[0]) / 1024

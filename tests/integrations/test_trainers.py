@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,8 @@ from support.ranks import run_cases
 from torch import Tensor, nn
 
 from cgx_ray.session.attachment import Attachment
+from cgx_ray.session.state_files import state_file, write_state
+from cgx_ray.session.states import STATE_FORMAT, no_memory
 
 OPTIONS = {"codec": "topk:density=0.1", "scheme": "allgather"}
 
@@ -78,7 +79,7 @@ def _with_transformers(rank: int, folder: Path) -> tuple[Tensor, Tensor, int]:
 
     _as_launched(rank)
     whole, resumed = train(None), train(str(folder / "checkpoint-3"))
-    state = torch.load(folder / "checkpoint-3" / f"cgx_ray_{rank}_of_2.pt", weights_only=True)
+    state = torch.load(folder / "checkpoint-3" / state_file(rank, 2), weights_only=True)
     return whole, resumed, len(state["residuals"])
 
 
@@ -107,7 +108,7 @@ def _with_accelerate(rank: int, folder: Path) -> tuple[Tensor, Tensor, int]:
     accelerator.load_state(str(folder))
     resumed = train(range(3, 6))
     attachment.close()
-    return whole, resumed, len(torch.load(folder / f"cgx_ray_{rank}_of_2.pt", weights_only=True)["residuals"])
+    return whole, resumed, len(torch.load(folder / state_file(rank, 2), weights_only=True)["residuals"])
 
 
 def _with_lightning(rank: int, folder: Path) -> tuple[Tensor, Tensor, int]:
@@ -164,22 +165,17 @@ def test_trainings_go_on_from_their_checkpoints_bit_for_bit(tmp_path: Path) -> N
 def test_files_of_other_ranks_are_averaged(tmp_path: Path) -> None:
     from cgx_ray.integrations.rank_files import load_rank_files
 
-    class Loaded:
-        states: Any = None
-
-        def load_state_dict(self, states: Any) -> None:
-            self.states = list(states) if not isinstance(states, dict) else states
-
     for rank in range(2):
-        torch.save({"world_size": 2, "rank": rank}, tmp_path / f"cgx_ray_{rank}_of_2.pt")
-    loaded = Loaded()
+        state = {"format": STATE_FORMAT, "rank": rank, "world_size": 2, "step": 5, "loss_scale": 1.0, **no_memory()}
+        write_state({**state, "residuals": {"w": torch.full((3,), 1.0 + 2 * rank)}}, tmp_path)
     # This process is the only one of its run.
-    load_rank_files(loaded, tmp_path)  # type: ignore[arg-type]
-    assert [one["rank"] for one in loaded.states] == [0, 1]
+    attachment = Attachment(None)
+    load_rank_files(attachment, tmp_path)
+    assert attachment.state_dict()["residuals"]["w"].tolist() == [2.0] * 3
 
 
 def test_a_checkpoint_without_them_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from cgx_ray.integrations.rank_files import load_rank_files
 
     load_rank_files(Attachment(None), tmp_path)
-    assert "has no file cgx_ray_0_of_1.pt" in caplog.text
+    assert "has no file cgx_ray-rank00000-of-00001.pt" in caplog.text

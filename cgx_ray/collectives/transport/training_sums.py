@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
+from cgx_ray.collectives.transport.transport_like import ranks_of_nodes
 from cgx_ray.torch_compat import is_registered
 
 # Seconds after which a rank that waits for a sum looks whether all others are still there.
@@ -50,8 +51,7 @@ class TrainingSums:
         if self.num_nodes == len(self._nodes) or self._node_group is not None:
             return self._node_group
         own_rank = dist.get_rank(self._groups[0])
-        for node in sorted(set(self._nodes)):
-            ranks = [rank for rank, other in enumerate(self._nodes) if other == node]
+        for ranks in ranks_of_nodes(self._nodes):
             group = dist.new_group(ranks, timedelta(seconds=self._timeout_s), backend="gloo")
             if own_rank in ranks:
                 self._node_group = group

@@ -35,6 +35,11 @@ class Held:
 Handle = int | list[dist.Work | None] | VendorCall | Held | Mark
 
 
+def ranks_of_nodes(nodes: Sequence[int]) -> list[list[int]]:
+    """Return the ranks of each node, ascending. `nodes`: by rank, the index of its node."""
+    return [[rank for rank, node in enumerate(nodes) if node == wanted] for wanted in sorted(set(nodes))]
+
+
 class TransportLike(Protocol):
     """Messages, sums and broadcasts between ranks numbered from 0. `Transport` has all ranks, `Subset` some of them.
 

@@ -29,7 +29,6 @@ from cgx_ray.report.style import (
 )
 
 _COMPUTE_COLOR = GREY
-# Dense, but in two stages: inside nodes and between them.
 _PLANNED_COLOR = BLUE
 _LANES: Mapping[Resource, str] = {
     Resource.COMPUTE: "compute",

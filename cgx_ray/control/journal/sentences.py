@@ -158,7 +158,7 @@ class RunTotals:
 
     @property
     def expected_loss(self) -> float | None:
-        """Of the plan at the end, over dense's; None if it was not measured."""
+        """Loss over dense's that is expected of the plan at the end; None if it was not measured."""
         losses = [one.loss for one in self._plans.values() if one.plan == self.plan]
         return 1.0 if self.plan == DENSE else losses[-1] if losses else None
 

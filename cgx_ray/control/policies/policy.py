@@ -231,6 +231,11 @@ class Policy(Protocol):
         return ()
 
     @property
+    def decides(self) -> bool:
+        """False if the first plan stays for the whole run, so that it needs neither gains nor searches."""
+        return True
+
+    @property
     def review_s(self) -> float:
         """Seconds after a decision until the policy is asked again without any other cause."""
         return REVIEW_S
@@ -322,6 +327,7 @@ class Static(Policy):
     period: int = 1
     option: Option = field(init=False, repr=False, compare=False)
 
+    decides = False
     is_guarded = False
 
     def __post_init__(self) -> None:

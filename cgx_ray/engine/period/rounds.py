@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ray.codecs.codec import is_finite
-from cgx_ray.engine.engine import Engine
+from cgx_ray.engine.engine import CLOSED, Engine
 from cgx_ray.engine.forward_hook import ForwardHook
 from cgx_ray.engine.layers import averaged_parameters
 from cgx_ray.engine.period.local_gradients import LocalBucket, LocalGradients
@@ -69,7 +69,7 @@ class Rounds:
     def begin_step(self) -> None:
         """Set `is_alone` before a step's first gradient. All ranks come to the same."""
         if self._is_closed:
-            raise CGXError("the engine is closed; attach again to train on")
+            raise CGXError(CLOSED)
         period = self._engine.plan.period
         if period == 1 or self._engine.step < STEPS_TOGETHER:
             self._leave()

@@ -54,7 +54,7 @@ def read_state(folder: Path, rank: int, world_size: int) -> dict[str, Any] | Non
     old_size = sizes[0]
     missing = [str(other) for other in range(old_size) if (other, old_size) not in files]
     if old_size == world_size and not missing:
-        return _load(files[rank, world_size])
+        return load_state(files[rank, world_size])
     if missing and rank == 0:
         logger.warning(
             "checkpoint %s lacks the states of ranks %s of %d (%s): every rank begins with the mean of the others'; "
@@ -64,7 +64,7 @@ def read_state(folder: Path, rank: int, world_size: int) -> dict[str, Any] | Non
             old_size,
             _NAMES,
         )
-    return state_of(rank, world_size, map(_load, files.values()), is_complete=not missing)
+    return state_of(rank, world_size, map(load_state, files.values()), is_complete=not missing)
 
 
 def _state_files(folder: Path) -> dict[tuple[int, int], Path]:
@@ -77,7 +77,7 @@ def _state_files(folder: Path) -> dict[tuple[int, int], Path]:
     return found
 
 
-def _load(file: Path) -> dict[str, Any]:
+def load_state(file: Path) -> dict[str, Any]:
     """Return the state in `file`. Raises StateError if it is cut, or has changed: torch ignores the checksums.
 
     `torch.save` compresses nothing and its tensors share no elements, so a state takes no more memory than its file.
