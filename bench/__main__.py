@@ -25,7 +25,7 @@ _BENCHES = {
 }
 
 
-@click.group(cls=MainGroup, places=_BENCHES)
+@click.group(cls=MainGroup, places=_BENCHES, context_settings={"help_option_names": ["-h", "--help"]})
 def bench() -> None:
     """Measure a part of cgx_ray."""
 
