@@ -4,8 +4,8 @@ Each step of all ranks is compared with the predictions for its own compute, of 
 (`steps_beside_predictions`).
 Then the loop does the first of these that has a cause:
 
-1. A plan that is surely more than 3 % slower than dense for the same progress (`evidence`) is taken back (`disable`),
-   and its options are banned for a time (`bans`).
+1. A plan that is surely more than 3 % slower than dense for the same progress (`evidence`) is taken back (`disable`).
+   It is not chosen again as long as its errors are remembered (`learned_errors`).
 2. The policy is asked if there is a cause: the first measurements, another bandwidth or latency, another compute or
    other errors (`network.changes`), another gain (`gains`), a loss that got worse (`loss_trend`), an outcome unlike its
    prediction, a failure, or a regular review. If it changes nothing, a codec may be timed in a few steps with one layer
@@ -16,7 +16,7 @@ Then the loop does the first of these that has a cause:
 WARM_UP_STEPS + JUDGED_STEPS steps after a decision its outcome goes to the journal, and the errors of the plan's
 options and codecs are learned (`learned_errors`). Plans are chosen with these errors. If the link goes back
 and forth too fast to follow (`recent_links`), one plan is chosen for all its recent states, and not judged any more.
-An option whose gain fell by more than GAIN_CHANGE while it was in use is banned too, twice as long each time. So is the
+An option whose gain fell by more than GAIN_CHANGE while it was in use is banned, twice as long each time. So is the
 option that kept the least of a plan under which the loss got worse, and all that keep less.
 """
 
@@ -126,8 +126,6 @@ class ControlLoop:
         elif (lease := self.plans[-1].lease) is not None:
             self.plans.append(lease.fallback)
         self._registration = registration
-        if self._earlier.learned is not None and self._last_step is not None:
-            self._earlier.learned.bans.shift(registration.step - self._last_step)
         state = self._new_state(registration)
         if state.decided is not None and not fits:
             at = _When(registration.step, now_s, time_s)
@@ -324,14 +322,13 @@ class ControlLoop:
         return self._apply(state, home, measured, at, "return", "trial_ended", ended=measuring)
 
     def _disable(self, state: WorkerGroupState, failed: Plan, slowdown: Evidence, at: _When) -> Decision:
-        """Go back to dense and ban the options of `failed`."""
+        """Go back to dense, and remember the errors of `failed` for longer."""
         state.steps.errors.remember_longer()
         groups = groups_of(failed, self.layers)
-        ban_s = state.bans.add_slow_plan(groups, at.step, at.now_s)
         # A plan with nothing but hierarchical groups may leave the link unmeasured. Then the last measurements count.
         measured = state.known()
         state.failed = predict(measured, groups).describe_options()
-        reason = f"{state.failed} was {beside_dense(slowdown)}; its options are banned for {ban_s:.0f} s"
+        reason = f"{state.failed} was {beside_dense(slowdown)}"
         state.counts.add_revert("slower_than_dense")
         return self._apply(state, disable(state, reason), measured, at, "guard", "slower_than_dense")
 
@@ -344,7 +341,7 @@ class ControlLoop:
         state.learn(at.now_s)
         measured = state.known()
         if self._policy.is_guarded:
-            state.bans.add_gain_fall(state.costly_options(measured, self._policy.options), at.step, at.now_s)
+            state.bans.add(state.costly_options(measured, self._policy.options), at.now_s)
             measured = replace(measured, max_period=state.max_period)
         asked = self._situation(state, cause.text, state.plan, measured, at)
         decision = self._ask(state, asked, at)
@@ -372,7 +369,7 @@ class ControlLoop:
             return None
         if decision is not None and decision.kind == "replace" and self._policy.is_guarded:
             # Only steps under an option show how much it really keeps.
-            state.bans.add_gain_fall(state.fallen_options(situation.planner_input.now), at.step, at.now_s)
+            state.bans.add(state.fallen_options(situation.planner_input.now), at.now_s)
         return decision
 
     def _situation(self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: _When) -> Situation:
@@ -389,7 +386,7 @@ class ControlLoop:
             ),
             dwell_s=state.links.dwell_s,
             switch_s=state.steps.switch_s(measured.compute_s),
-            banned=state.bans.banned(at.step, at.now_s),
+            banned=state.bans.banned(at.now_s),
         )
 
     def _apply(

@@ -321,7 +321,6 @@ class WorkerGroupState:
             now = replace(now, beta_s_per_byte=decided.beta_s_per_byte)
         cause = network_cause(decided, now)
         if cause is not None:
-            self.bans.network_changed()
             self.steps.network_changed(measured, now_s)
         return cause
 
@@ -441,7 +440,7 @@ class WorkerGroupState:
             speed_up=self.speed_up,
             prediction_error=self._prediction_error,
             plan_version=self.plan.version,
-            num_banned=len(self.bans.banned(self._recent[-1].step if self._recent else 0, self._now_s)),
+            num_banned=len(self.bans.banned(self._now_s)),
             num_decisions=self.counts.num_decisions,
             newest_decision_s=self.counts.newest_s,
             num_reverts=self.counts.num_reverts,

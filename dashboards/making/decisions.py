@@ -111,8 +111,8 @@ _RIGHT = [
     ),
     Panel(
         title="How many options are banned?",
-        meaning="Options that may not be chosen for a time, because their plan was slower than dense or their gain "
-        "fell. A ban takes 5 minutes, and twice as long each time.",
+        meaning="Options that may not be chosen for a time, because their gain fell or they cost loss. A ban "
+        "takes 5 minutes, and twice as long each time.",
         unit=COUNT,
         kind=Kind.NUMBER,
         colours=((None, GREEN), (1, YELLOW)),

@@ -10,8 +10,8 @@ from support.control_runs import LAYERS, QUIET, WORLD, journal, registration, st
 
 from cgx_ray.control.guard import BASELINE_STEPS
 from cgx_ray.control.learned.learned_errors import MEMORY_S
-from cgx_ray.control.learned.measured import compressing_options, is_dense, non_dense_options
-from cgx_ray.control.trial.bans import BAN_S, MIN_BAN_STEPS, Bans
+from cgx_ray.control.learned.measured import is_dense, non_dense_options
+from cgx_ray.control.trial.bans import BAN_S, Bans
 from cgx_ray.control.trial.outcome import JUDGED_STEPS, WARM_UP_STEPS
 from cgx_ray.control.worker_group import LINK_STEPS
 from cgx_ray.monitors.sample import Burst, NodeSample, node_steps
@@ -28,11 +28,10 @@ def test_a_plan_slower_than_dense_is_taken_back_and_tried_again_more_and_more_ra
     assert second.kind == "disable"
     assert run.loop.plans[-1].describe() == "dense"
     assert "times as slow as dense for the same progress" in second.reason
-    assert "its options are banned for 300 s" in second.reason
     ends = [run.step]
     while run.step < 6000:
         ends += [run.step for decision in run.run(1) if decision.kind == "disable"]
-    assert len([step for step in ends if step < 2 * MEMORY_S]) == 2, ends
+    assert len([step for step in ends if step < 2 * MEMORY_S]) <= 2, ends
     assert 2 < len(ends) <= 6, ends
 
 
@@ -46,28 +45,6 @@ def test_a_codec_that_failed_is_not_tried_again_soon_and_the_others_are(tmp_path
     used = {option.codec.name for plan in run.loop.plans[2:] for option in non_dense_options(plan)}
     assert "qsgd" not in used, [decision.reason for decision in later]
     assert run.loop.plans[-1].describe() == "bf16 over sra"
-
-
-@pytest.mark.parametrize("first", [0, 49_990])
-def test_a_ban_lasts_as_many_steps_after_a_restart_from_an_earlier_step(tmp_path: Path, first: int) -> None:
-    run = start(tmp_path)
-    run.step, run.slowdown = 50_000, 30.0
-    run.run(LINK_STEPS + WARM_UP_STEPS + JUDGED_STEPS)
-    state = run.loop._state
-    assert state is not None
-    banned = state.bans.banned(run.step, 0.0)
-    assert banned
-    later_s = float(run.step) + BAN_S
-    first_plan = make_plan(LAYERS, version=0, world_size=WORLD)
-    run.loop.register(
-        registration(first_plan=first_plan, step=first),
-        now_s=float(run.step),
-        time_s=0.0,
-    )
-    state = run.loop._state
-    assert state is not None
-    assert state.bans.banned(first + MIN_BAN_STEPS // 2, later_s) == banned
-    assert not state.bans.banned(first + MIN_BAN_STEPS, later_s)
 
 
 @pytest.mark.long
@@ -99,25 +76,6 @@ def test_plans_that_are_slower_than_predicted_are_left_on_a_link_that_goes_back_
         )
         run.loop.observe(report, now_s)
     assert took_s < 1.1 * dense_s
-
-
-def test_a_guess_after_a_restart_ends_no_ban(tmp_path: Path) -> None:
-    run = start(tmp_path)
-    run.slowdown = 30.0
-    run.run(40)
-    state = run.loop._state
-    assert state is not None
-    banned = state.bans.banned(run.step, float(run.step))
-    assert banned
-    run.loop.register(registration(step=run.step))
-    # Messages over the mesh: no exchange is sure.
-    run.has_mesh, run.gbps = True, 0.6
-    for decision in run.run(5):
-        assert "bandwidth" not in decision.reason
-    state = run.loop._state
-    assert state is not None
-    assert not state.network.is_known
-    assert state.bans.banned(run.step, float(run.step)) == banned
 
 
 def test_a_network_that_changes_ends_the_ban_of_a_slow_plan(tmp_path: Path) -> None:
@@ -166,8 +124,7 @@ def test_hierarchical_sums_that_are_slower_than_dense_are_taken_back(tmp_path: P
     assert first.kind == "replace"
     assert first.plan.describe() == "dense, dense inside nodes"
     assert second.kind == "disable"
-    said = "dense, dense inside nodes was 3.0 times as slow as dense for the same progress; its options are banned"
-    assert second.reason.startswith(said)
+    assert second.reason.startswith("dense, dense inside nodes was 3.0 times as slow as dense for the same progress")
     assert is_dense(run.loop.plans[-1])
 
 
@@ -225,17 +182,16 @@ def test_learned_ratios_outlive_the_worker_group_and_its_controller(tmp_path: Pa
     assert left not in used
 
 
-def test_gain_bans_double_and_are_of_single_options() -> None:
+def test_bans_double_and_are_of_single_options() -> None:
     bans = Bans()
     topk = [
         Option(codec=CodecSpec(name="topk", density=0.1), scheme=scheme)
         for scheme in (Scheme.ARTOPK_RING, Scheme.ALLGATHER)
     ]
     for now_s, factor in ((0.0, 1), (1000.0, 2), (3000.0, 4)):
-        bans.add_gain_fall(topk[:1], int(now_s), now_s)
-        assert bans.banned(int(now_s) + factor * MIN_BAN_STEPS, now_s + factor * BAN_S - 1) == {topk[0]}
-        assert bans.banned(int(now_s) + factor * MIN_BAN_STEPS - 1, now_s + factor * BAN_S) == {topk[0]}
-        assert not bans.banned(int(now_s) + factor * MIN_BAN_STEPS, now_s + factor * BAN_S)
+        bans.add(topk[:1], now_s)
+        assert bans.banned(now_s + factor * BAN_S - 1) == {topk[0]}
+        assert not bans.banned(now_s + factor * BAN_S)
 
 
 def test_a_plan_clearly_under_min_gain_is_left_even_for_a_slower_one(tmp_path: Path) -> None:

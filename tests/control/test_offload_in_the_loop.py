@@ -110,8 +110,8 @@ def test_an_offloaded_option_has_an_error_and_codec_times_of_its_own() -> None:
 
 def test_a_ban_holds_on_both_devices() -> None:
     bans = Bans()
-    bans.add_gain_fall([SRA.on("cpu")], 0, 0.0)
-    assert bans.banned(1, 1.0) == {SRA}
+    bans.add([SRA.on("cpu")], 0.0)
+    assert bans.banned(1.0) == {SRA}
 
 
 def test_the_bus_is_measured_with_the_engines_own_copies() -> None:

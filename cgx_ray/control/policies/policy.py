@@ -166,8 +166,8 @@ class Situation:
     planner_input  measurements, and the errors learned so far
     dwell_s, switch_s
                    seconds for which the network is expected to stay as it is, and that a change of plan takes
-    banned         flat options whose plan was slower than dense or whose gain fell; the hierarchical ones with the same
-                   codec and scheme are banned too
+    banned         flat options whose gain fell or that cost loss; the hierarchical ones with the same codec and scheme
+                   are banned too
     """
 
     cause: str
