@@ -384,8 +384,6 @@ class ControlLoop:
                 dense_groups=state.steps.dense_groups,
                 plan_s=state.steps.plan_times.on(measured, at.now_s),
             ),
-            dwell_s=state.links.dwell_s,
-            switch_s=state.steps.switch_s(measured.compute_s),
             banned=state.bans.banned(at.now_s),
         )
 

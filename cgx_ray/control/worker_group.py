@@ -252,8 +252,6 @@ class WorkerGroupState:
         self.pending, self._is_judged = None, True
         if self.measuring is not None or self._predicted_s is None:
             return
-        if outcome.decision.kind == "replace":
-            self.steps.learn_switch()
         self.learn(now_s)
         ratio = outcome.step_s / self._predicted_s
         self._prediction_error = ratio - 1

@@ -5,7 +5,6 @@ The layers are in the journal's `start` line alone; groups name them by their in
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -57,8 +56,6 @@ def situation_fields(situation: Situation) -> dict[str, Any]:
             {"groups": group_fields(groups, now.layers), "period": period_of(groups), "step_s": step_s}
             for groups, step_s in planner_input.plan_s.items()
         ],
-        "dwell_s": situation.dwell_s if math.isfinite(situation.dwell_s) else None,
-        "switch_s": situation.switch_s,
         "banned": sorted(map(str, situation.banned)),
     }
 
@@ -140,8 +137,6 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
             # Earlier journals have none.
             dense_groups=groups_of(replace(plan, groups=dense, period=1), layers) if dense else (),
         ),
-        dwell_s=fields["dwell_s"] if fields["dwell_s"] is not None else math.inf,
-        switch_s=fields["switch_s"],
         banned=frozenset(map(Option.parse, fields["banned"])),
     )
 

@@ -6,9 +6,9 @@ plan in force is scored with the same measurements, then:
 
 1. If the plan in force clearly keeps less than `min_gain`, uses a banned codec and scheme, or is predicted to be more
    than 3 % slower than dense, the best plan replaces it at once.
-2. Else the best plan replaces it only if its score is more than 5 % smaller, and the seconds saved until the network is
-   expected to change are more than the change of plan takes. Dense is left only for more than half of what predictions
-   have been wrong by lately, at most 20 %: where ranks share processors, plans often promise 10 % and take 50 % longer.
+2. Else the best plan replaces it only if its score is more than 5 % smaller. Dense is left only for more than half of
+   what predictions have been wrong by lately, at most 20 %: where ranks share processors, plans often promise 10 % and
+   take 50 % longer.
 
 On a network that changes too fast to follow, a score is the mean over the recent states of the network.
 
@@ -258,13 +258,12 @@ class Adaptive(Policy):
         return keeps_enough and may_stay and situation.banned.isdisjoint(used)
 
     def _is_worth(self, situation: Situation, current: Prediction, found: BestPlan) -> bool:
-        """Return whether the best plan saves enough, and more than the time that the change takes."""
+        """Return whether the best plan saves enough."""
         planner_input = situation.planner_input
         current_s, best_s = planner_input.score(current.groups), planner_input.score(found.best.groups)
         if not current.is_dense and current_s > MAX_SLOWDOWN * planner_input.score(found.dense.groups):
             return True
-        saved = 1 - best_s / current_s
-        return saved > _least_improvement(current, planner_input) and saved * situation.dwell_s > situation.switch_s
+        return best_s < (1 - _least_improvement(current, planner_input)) * current_s
 
     def codec_to_time(self, situation: Situation, kept: Decision) -> CodecSpec | None:
         """Return a codec that was never in use, if its calibrated times may be all that keeps a plan from replacing

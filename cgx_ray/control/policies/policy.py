@@ -164,8 +164,6 @@ class Situation:
     cause          the reason for asking now, in words
     plan           in force
     planner_input  measurements, and the errors learned so far
-    dwell_s, switch_s
-                   seconds for which the network is expected to stay as it is, and that a change of plan takes
     banned         flat options whose gain fell or that cost loss; the hierarchical ones with the same codec and scheme
                    are banned too
     """
@@ -173,8 +171,6 @@ class Situation:
     cause: str
     plan: Plan
     planner_input: PlannerInput
-    dwell_s: float = math.inf
-    switch_s: float = 0.0
     banned: frozenset[Option] = field(default_factory=frozenset)
 
     def allowed(self, options: Iterable[Option]) -> tuple[Option, ...]:

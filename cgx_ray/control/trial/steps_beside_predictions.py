@@ -94,7 +94,6 @@ class StepsBesidePredictions:
         self.dense_groups = groups_of(dense_plan, layers)
         self._calibrated_costs = dict(calibrated_costs)
         self._comparisons = ComparisonBudget()
-        self._switch_s: list[float] = []
         # Options of the plan that dense steps are compared with: that in force, or the last one before it.
         self._options: frozenset[Option] = frozenset()
         # Options by which compute is slowed under the plan in force; None: compute is that of dense steps.
@@ -260,15 +259,6 @@ class StepsBesidePredictions:
         pace_s = {groups: one / (predict(measured, groups).efficiency or MIN_KEPT) for groups, one in plan_s.items()}
         own_s = pace_s.get(self._groups)
         return own_s is not None and min(pace_s.values()) < (1 - MIN_IMPROVEMENT) * own_s
-
-    def learn_switch(self) -> None:
-        """Learn what the change to the plan in force has cost."""
-        if self.record.window:
-            self._switch_s = [*self._switch_s[-4:], self.record.switch_s]
-
-    def switch_s(self, usual_s: float) -> float:
-        """Return the seconds that a change of plan takes, by those so far; `usual_s` before the first."""
-        return median(self._switch_s or [usual_s])
 
     def dense_s(self, measured: Measured) -> float:
         """Return the seconds of a dense step under `measured`."""
