@@ -6,8 +6,8 @@ Then the loop does the first of these that has a cause:
 
 1. A plan that is surely more than 3 % slower than dense for the same progress (`evidence`) is taken back (`disable`).
    It is not chosen again as long as its errors are remembered (`learned_errors`).
-2. The policy is asked if there is a cause: the first measurements, another bandwidth or latency, another compute or
-   other errors (`network.changes`), another gain (`gains`), a loss that got worse (`loss_trend`), an outcome unlike its
+2. The policy is asked if there is a cause: the first measurements, another bandwidth or latency, another compute
+   (`network.changes`), another gain (`gains`), a loss that got worse (`loss_trend`), an outcome unlike its
    prediction, a failure, or a regular review. If it changes nothing, a codec may be timed in a few steps with one layer
    (`measuring_steps`).
 3. Where the steps do not show whether a plan is slower than dense, a few dense steps are measured (`measuring_steps`).

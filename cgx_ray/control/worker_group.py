@@ -25,7 +25,7 @@ from cgx_ray.control.learned.measured import (
     network_of,
     non_dense_options,
 )
-from cgx_ray.control.network.changes import SlowRanks, StepTimeChanges, network_cause
+from cgx_ray.control.network.changes import ComputeChanges, SlowRanks, network_cause
 from cgx_ray.control.network.known_network import KnownNetwork
 from cgx_ray.control.network.recent_links import RecentLinks
 from cgx_ray.control.policies.policy import MAX_SLOWDOWN, REVIEW_S, Decision, Policy
@@ -91,7 +91,7 @@ class WorkerGroupState:
         self.loss = LossTrend()
         self._registration = registration
         self._joiner = StepJoiner(plan.world_size)
-        self._slow_ranks, self._changes = SlowRanks(plan.world_size), StepTimeChanges()
+        self._slow_ranks, self._changes = SlowRanks(plan.world_size), ComputeChanges()
         # Without them nothing is decided. A plan that stays is compared with dense only.
         self._needs_gains = policy.decides
         self._recent: list[JoinedStep] = []
@@ -192,7 +192,7 @@ class WorkerGroupState:
         ratio = self.steps.add_step(step, measured)
         self.speed_up = self.steps.speed_up(measured)
         if measured is not None and ratio is not None:
-            self._changes.add_step(step.compute_s / self.steps.compute_slowdown, ratio, step.passed_s)
+            self._changes.add_step(step.compute_s / self.steps.compute_slowdown, step.passed_s)
             if self.network.is_known:
                 self.links.add_link(measured.network.between, step.passed_s)
                 # A link that goes back and forth is no drift: nothing would ever be learned on it.
@@ -231,7 +231,6 @@ class WorkerGroupState:
             self.loss.start_plan()
         self._versions, self._is_judged = {plan.version}, False
         self.steps.start_plan(plan, before, is_measuring=self.measuring is not None)
-        self._changes.restart_ratio()
         self._slow_s = 0.0
         self.gains.start_plan(plan)
         self._bits = bits_by_layer(plan)
@@ -239,13 +238,11 @@ class WorkerGroupState:
     def learn(self, now_s: float) -> None:
         """Learn the errors of the plan in force from its steps so far."""
         measured = self.known()
-        if self.decided is not None and self._changes.other_compute(self.decided.compute_s, measured.compute_s):
+        if self.decided is not None and self._changes.cause(self.decided.compute_s, measured.compute_s):
             self.steps.compute_changed()
         untimed = self.steps.learn(measured, now_s)
         if untimed:
             self._news = Cause("prediction", f"{', '.join(map(spoken, sorted(untimed)))} timed in steps")
-        # Predictions are made in another way from now on.
-        self._changes.restart_ratio()
 
     def end_outcome(self, outcome: PendingOutcome, now_s: float) -> None:
         """Learn from an outcome, and note what is another than predicted."""

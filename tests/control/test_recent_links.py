@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from cgx_ray.control.network.changes import StepTimeChanges
+from cgx_ray.control.network.changes import ComputeChanges
 from cgx_ray.control.network.recent_links import RecentLinks
 from cgx_ray.planner.cost import Link
 
@@ -53,34 +53,20 @@ def test_different_links_are_returned_once_each() -> None:
 
 
 def test_compute_that_doubles_is_a_cause_after_three_seconds_and_noise_is_none() -> None:
-    changes = StepTimeChanges()
+    changes = ComputeChanges()
     for step in range(100):
-        changes.add_step(0.3 * (1.2 if step % 2 else 0.85), 1.0, 0.5)
+        changes.add_step(0.3 * (1.2 if step % 2 else 0.85), 0.5)
         assert changes.cause(0.3, 0.3) is None
     for _ in range(6):
-        changes.add_step(0.6, 1.0, 0.5)
+        changes.add_step(0.6, 0.5)
     assert changes.cause(0.3, 0.6) == "compute rose from 0.300 to 0.600 s"
     changes.acknowledge()
     assert changes.cause(0.6, 0.6) is None
 
 
 def test_compute_after_steps_without_any_is_another() -> None:
-    changes = StepTimeChanges()
+    changes = ComputeChanges()
     for seconds in (0.1, 0.3):
         for _ in range(20):
-            changes.add_step(seconds, 1.0, 0.5)
+            changes.add_step(seconds, 0.5)
     assert changes.cause(0.0, 0.3) == "compute rose from 0.000 to 0.300 s"
-
-
-def test_steps_that_take_longer_than_predicted_are_a_cause_until_predictions_are_made_again() -> None:
-    changes = StepTimeChanges()
-    for _ in range(20):
-        changes.add_step(0.3, 1.0, 0.5)
-    for _ in range(20):
-        changes.add_step(0.3, 2.0, 0.5)
-    assert changes.cause(0.3, 0.3) == "steps take 2.00 times what is predicted for their compute and network"
-    changes.acknowledge()
-    changes.restart_ratio()
-    for _ in range(20):
-        changes.add_step(0.3, 1.0, 0.5)
-    assert changes.cause(0.3, 0.3) is None

@@ -41,9 +41,6 @@ MIN_SAMPLES = 2
 _NO_EVIDENCE = 1.1
 # Ratio of compute from which a change is a reason to decide again.
 OTHER_COMPUTE = 1.2
-# Evidence (`changes.ALARM`) for steps that take another time than predicted: three times that for another network,
-# which is the usual cause, so that the network is noticed first.
-RATIO_ALARM = 3 * ALARM
 
 
 def network_cause(old: Link, new: Link) -> str | None:
@@ -174,44 +171,24 @@ class SlowRanks:
         return self.ranks != before
 
 
-class StepTimeChanges:
-    """CUSUM tests of compute, and of measured over predicted seconds for that compute and network."""
+class ComputeChanges:
+    """CUSUM test of compute."""
 
     def __init__(self) -> None:
-        self._compute = ChangeDetector()
-        self._ratio = _ratio_detector()
-        self._has_other_compute = False
-        self._other_ratio: float | None = None
+        self._detector = ChangeDetector()
+        self._has_changed = False
 
-    def add_step(self, compute_s: float, ratio: float, seconds: float) -> None:
-        """Add a step under the plan in force. `ratio`: its seconds over the prediction for its compute and network."""
-        self._has_other_compute |= self._compute.add_sample(compute_s, seconds) is not None
-        if self._ratio.add_sample(ratio, seconds) is not None:
-            self._other_ratio = ratio
+    def add_step(self, compute_s: float, seconds: float) -> None:
+        """Add the compute of a step that took `seconds`."""
+        self._has_changed |= self._detector.add_sample(compute_s, seconds) is not None
 
-    def cause(self, decided_compute_s: float, compute_s: float) -> str | None:
-        """Return in words what has changed since `acknowledge`, or None."""
-        text = self.other_compute(decided_compute_s, compute_s)
-        if text is None and self._other_ratio is not None:
-            text = f"steps take {self._other_ratio:.2f} times what is predicted for their compute and network"
-        return text
-
-    def other_compute(self, decided_compute_s: float, compute_s: float) -> str | None:
-        """Return in words how compute has changed since `acknowledge`, or None."""
-        shorter_s, longer_s = sorted((decided_compute_s, compute_s))
-        if self._has_other_compute and longer_s >= OTHER_COMPUTE * shorter_s:
-            verb = "rose" if compute_s > decided_compute_s else "fell"
-            return f"compute {verb} from {decided_compute_s:.3f} to {compute_s:.3f} s"
+    def cause(self, decided_s: float, compute_s: float) -> str | None:
+        """Return in words how compute has changed since `acknowledge`, or None. `decided_s`: of the last decision."""
+        shorter_s, longer_s = sorted((decided_s, compute_s))
+        if self._has_changed and longer_s >= OTHER_COMPUTE * shorter_s:
+            return f"compute {_verb(decided_s, compute_s)} from {decided_s:.3f} to {compute_s:.3f} s"
         return None
 
     def acknowledge(self) -> None:
         """Forget the changes until now, because a decision has taken them into account."""
-        self._has_other_compute, self._other_ratio = False, None
-
-    def restart_ratio(self) -> None:
-        """Learn the ratio again, because predictions are made in another way or for another plan from now on."""
-        self._ratio = _ratio_detector()
-
-
-def _ratio_detector() -> ChangeDetector:
-    return ChangeDetector(alarm=RATIO_ALARM, relief_alarm=RATIO_ALARM)
+        self._has_changed = False
