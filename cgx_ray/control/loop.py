@@ -335,7 +335,7 @@ class ControlLoop:
     def _decide(self, state: WorkerGroupState, at: _When) -> Decision | None:
         """Ask the policy if there is a cause, and time a codec if it changes nothing."""
         measured = state.measured() if self._policy.decides else None
-        cause = state.cause(at.step, at.now_s, measured, self._policy.review_s) if measured is not None else None
+        cause = state.cause(at.now_s, measured, self._policy.review_s) if measured is not None else None
         if measured is None or cause is None:
             return None
         state.learn(at.now_s)
@@ -409,7 +409,7 @@ class ControlLoop:
         situation = asked or self._situation(state, decision.reason, old, measured, at)
         if decision.kind == "replace":
             decision = replace(decision, plan=self._leased(state, decision, at))
-        state.apply(decision, measured, at.step, at.now_s, is_planned=is_planned, ended=ended)
+        state.apply(decision, measured, at.now_s, is_planned=is_planned, ended=ended)
         if state.plan is not old:
             self.plans.append(state.plan)
         state.counts.add_decision(decision.kind, cause, at.time_s)

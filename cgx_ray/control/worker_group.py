@@ -41,8 +41,6 @@ from cgx_ray.planner.prediction import Measured, groups_of
 
 # Steps whose median is measured, and the least number of steps before the first decision: a median needs three.
 LINK_STEPS = 3
-# Steps after a decision before the policy is asked again without any other cause, and its `Policy.review_s` too.
-REVIEW_STEPS = 20
 # Ratio of a step's seconds to the usual ones from which one step is enough to look for another network.
 FAR_SLOWER = 3.0
 # Seconds for which a plan must seem too slow. Until then a slower network would be noticed, which is no plan's fault.
@@ -97,8 +95,8 @@ class WorkerGroupState:
         self._recent: list[JoinedStep] = []
         # Versions of the plan in force, on trial and permanent, and whether an outcome of it is known.
         self._versions, self._is_judged = {plan.version}, False
-        # The policy's last decision: its step, time, number of network changes, and whether plans follow the link.
-        self._decision_step, self._decision_s, self._num_changes, self._follows_link = 0, 0.0, 0, True
+        # The policy's last decision: its time, number of network changes, and whether plans follow the link.
+        self._decision_s, self._num_changes, self._follows_link = 0.0, 0, True
         self._predicted_s: float | None = None
         self._predicted_dense_s: float | None = None
         self._prediction_error: float | None = None
@@ -277,8 +275,8 @@ class WorkerGroupState:
         self._slow_s = self._slow_s + self._recent[-1].passed_s if is_slow else 0.0
         return self._slow_s >= SLOW_S
 
-    def cause(self, step: int, now_s: float, measured: Measured, review_s: float = REVIEW_S) -> Cause | None:
-        """Return why to decide after `step`, or None. `review_s`: time after a decision until the next one."""
+    def cause(self, now_s: float, measured: Measured, review_s: float = REVIEW_S) -> Cause | None:
+        """Return why to decide now, or None. `review_s`: time after a decision until the next one."""
         if self.measuring is not None:
             return None
         if self.decided is None:
@@ -298,8 +296,7 @@ class WorkerGroupState:
             return Cause("compute", text)
         if (text := self.gains.cause(self.decided.gain)) is not None:
             return Cause("gain", text)
-        is_due = now_s >= self._decision_s + review_s and step >= self._decision_step + REVIEW_STEPS
-        return Cause("review", "regular review") if is_due else None
+        return Cause("review", "regular review") if now_s >= self._decision_s + review_s else None
 
     def _link_cause(self, decided: Link, measured: Measured, now_s: float) -> str | None:
         """Return in words how the link differs from the one that was planned for, or None.
@@ -329,13 +326,12 @@ class WorkerGroupState:
         self,
         decision: Decision,
         measured: Measured,
-        step: int,
         now_s: float,
         *,
         is_planned: bool,
         ended: MeasuringSteps | None = None,
     ) -> None:
-        """Record `decision`, which was made after `step` on `measured`, and put its plan in force.
+        """Record `decision`, which was made on `measured`, and put its plan in force.
 
         is_planned  the policy has decided; else what has changed since its last decision remains a reason to ask it
         ended       measuring steps that it returns from; the steps before them count again
@@ -349,7 +345,7 @@ class WorkerGroupState:
             self.failed = None
         self._news = None
         if is_planned:
-            self.decided, self._decision_step, self._decision_s = measured, step, now_s
+            self.decided, self._decision_s = measured, now_s
             self._follows_link, self._num_changes = not self.links.is_unsteady, self.network.num_changes
         self._predicted_s, self._predicted_dense_s = decision.step_s, decision.dense_s
         self.pending = PendingOutcome(decision=decision)
