@@ -20,7 +20,7 @@ A CUSUM test (`changes.ChangeDetector`) watches the logarithm of each error, 1 -
 2. If such a gain, in use or not, is then more than GAIN_CHANGE away from the gain that the last decision was made on,
    `cause` returns this as the reason for a new decision.
 3. Errors above a half cannot double, and slow trends are followed without an alarm. Both are left to the regular
-   review (`worker_group.REVIEW_STEPS`).
+   review.
 
 The error is watched instead of the gain because its noise is similar for all codecs: on byte-GPT the standard deviation
 of the logarithm is 0.09 to 0.14, from qsgd (gain 0.98) to top-0.1 % (gain 0.27); that of the gain is 0.003 to 0.2. So
