@@ -80,12 +80,12 @@ def test_errors_are_forgotten_after_ten_minutes_and_later_after_a_failure() -> N
 
 
 @pytest.mark.parametrize("ratio", [1 / 300, 0.5, 10.0])
-def test_codec_times_follow_steps_both_ways_and_those_of_other_codecs_by_half(ratio: float) -> None:
+def test_codec_times_follow_steps_both_ways(ratio: float) -> None:
     errors, calibrated = LearnedErrors(), {str(QSGD): COST, str(BF16): COST}
     errors.learn_codecs([str(QSGD)], ratio)
     corrected = errors.corrected(calibrated)
     assert corrected[str(QSGD)].encode_a_s == pytest.approx(ratio * COST.encode_a_s)
-    assert corrected[str(BF16)].encode_a_s == pytest.approx(math.sqrt(ratio) * COST.encode_a_s)
+    assert corrected[str(BF16)] == COST
     assert errors.is_timed(str(QSGD))
     assert not errors.is_timed(str(BF16))
 

@@ -119,7 +119,7 @@ class LearnedErrors:
     def learn_codecs(self, codecs: Iterable[str], ratio: float) -> None:
         """Correct the times of `codecs`, which took `ratio` times as long as predicted with the present correction."""
         limit = math.log(MAX_CODEC_CORRECTION)
-        before = {codec: self._codec_log(codec) for codec in codecs}
+        before = {codec: self._codecs.get(codec, 0.0) for codec in codecs}
         for codec, log in before.items():
             self._codecs[codec] = log + min(max(math.log(ratio), -limit), limit)
 
@@ -128,8 +128,8 @@ class LearnedErrors:
         return codec in self._codecs
 
     def corrected(self, calibrated: Mapping[str, CodecCost]) -> dict[str, CodecCost]:
-        """Return codec times as they are in steps. Codecs that were not timed there have nearly the mean correction."""
-        return {codec: cost.slowed(math.exp(self._codec_log(codec))) for codec, cost in calibrated.items()}
+        """Return codec times as they are in steps; as calibrated for codecs that were not timed there."""
+        return {codec: cost.slowed(math.exp(self._codecs.get(codec, 0.0))) for codec, cost in calibrated.items()}
 
     def forget_old(self, now_s: float) -> None:
         self._steps = {option: found for option, found in self._steps.items() if now_s - found[1] < self._memory_s}
@@ -150,11 +150,6 @@ class LearnedErrors:
             return max(0.0, *twins)
         means = [fmean(logs) for (codec, _), logs in by_codec.items() if codec != NONE]
         return max(0.0, median_low([0.0, *means]))
-
-    def _codec_log(self, codec: str) -> float:
-        if codec in self._codecs:
-            return self._codecs[codec]
-        return math.fsum(self._codecs.values()) / (len(self._codecs) + 1)
 
 
 def undoable(learned: Iterable[tuple[float, T]], now_s: float) -> list[tuple[float, T]]:
