@@ -11,7 +11,7 @@ import pytest
 from cgx_ray.control.learned.evidence import MAX_STEPS, Evidence, Verdict, evidence, verdict
 from cgx_ray.control.trial.measuring_steps import ComparisonBudget, is_worth_comparing
 from cgx_ray.control.trial.outcome import PairedStep, PlanRecord
-from cgx_ray.control.trial.steps_beside_predictions import MOVED_ERROR, UNKNOWN_ERROR, DenseBaseline
+from cgx_ray.control.trial.steps_beside_predictions import UNKNOWN_ERROR, DenseBaseline
 from cgx_ray.planner.cost import Link
 
 LIMIT = 1.03
@@ -49,7 +49,7 @@ def test_dense_is_less_known_on_another_network_and_least_before_any_dense_step(
         baseline.add_step(log_ratio, LINK)
     here, there = baseline.on(LINK), baseline.on(SLOWER_LINK)
     assert here.mean == there.mean == pytest.approx(math.log(1.2), abs=0.02)
-    assert there.error == pytest.approx(math.hypot(here.error, MOVED_ERROR))
+    assert there.error == pytest.approx(math.hypot(here.error, UNKNOWN_ERROR))
     baseline.add_step(0.0, SLOWER_LINK)
     assert (baseline.num_steps, baseline.on(SLOWER_LINK).mean) == (1, 0.0)
 

@@ -26,9 +26,7 @@ from cgx_ray.planner.prediction import Measured, groups_of, period_of, predict
 
 # Error of the model (standard deviation of a logarithm) without any dense step, and on another network than the one
 # that dense steps were measured on.
-UNKNOWN_ERROR, MOVED_ERROR = 0.2, 0.1
-
-
+UNKNOWN_ERROR = 0.2
 # Ratio of measured and predicted seconds, either way, that is a surprise.
 SURPRISE = 1.2
 # Ratio of bandwidths from which a link has drifted. Estimates of the same link differ by less (`SURE_FACTOR`).
@@ -68,7 +66,7 @@ class DenseBaseline:
         if self._link is None:
             return Evidence(0.0, UNKNOWN_ERROR)
         found = evidence(self._logs)
-        return found if network_cause(self._link, link) is None else found.also(MOVED_ERROR)
+        return found if network_cause(self._link, link) is None else found.also(UNKNOWN_ERROR)
 
 
 class StepsBesidePredictions:
