@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
 
 import pytest
 
 from cgx_ray.control.learned.evidence import MAX_STEPS, Evidence, Verdict, evidence, verdict
-from cgx_ray.control.trial.measuring_steps import ComparisonBudget, is_worth_comparing
-from cgx_ray.control.trial.outcome import PairedStep, PlanRecord
+from cgx_ray.control.trial.measuring_steps import is_worth_comparing
 from cgx_ray.control.trial.steps_beside_predictions import UNKNOWN_ERROR, DenseBaseline
 from cgx_ray.planner.cost import Link
 
@@ -66,17 +64,3 @@ def test_dense_is_measured_only_if_that_can_tell_whether_the_plan_is_slow(
     dense = Evidence(0.0, dense_error)
     slowdown = evidence([math.log(ratio)] * num_steps).less(dense)
     assert is_worth_comparing(slowdown, dense, num_steps) is is_worth
-
-
-def test_comparisons_take_half_a_percent_of_the_time_and_become_rarer() -> None:
-    budget, record = (
-        ComparisonBudget(),
-        PlanRecord(num_steps=10_000, window=deque([PairedStep(10.0, 1.0, 0.0, 0.0, 0.0)])),
-    )
-    slowdown = Evidence(math.log(1 / 1.25), 0.1)
-    # Each costs a quarter of 4 steps of 10 s and of 2 s.
-    granted = [seconds for seconds in range(0, 100_000, 10) if budget.grant(slowdown, record, 10.0, seconds)]
-    assert len(granted) * 0.25 * 42 <= 0.005 * (100_000 + 600)
-    assert granted
-    fresh, recent = ComparisonBudget(), PlanRecord(num_steps=10, window=record.window)
-    assert [fresh.grant(slowdown, recent, 0.1, 1e6) for _ in range(2)] == [True, False]

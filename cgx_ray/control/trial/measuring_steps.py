@@ -28,10 +28,6 @@ WORTH = 2.0
 COMPARED = 1.0
 # Largest ratio of a dense step to the plan's with which it is compared: a faster plan has nothing to prove.
 MAX_SPEEDUP = 1.5
-# Share of the training that comparisons may take, and seconds of training whose share may be spent in advance.
-TIME_SHARE, ADVANCE_S = 0.005, 600.0
-# Seconds until measuring steps are reported and the plan after them has reached the ranks.
-REPORT_S = 2.0
 # Largest ratio of a step's time, by calibration, to the usual one while a codec is timed.
 MAX_TRIAL_SLOWDOWN = 1.1
 
@@ -48,32 +44,6 @@ class MeasuringSteps:
     home: Plan
     record: PlanRecord
     codec: CodecSpec | None = None
-
-
-class ComparisonBudget:
-    """Time that comparisons with dense may still take, and those of the plan in force so far."""
-
-    def __init__(self) -> None:
-        self._spent_s = 0.0
-        self._num_comparisons = 0
-
-    def start_plan(self) -> None:
-        self._num_comparisons = 0
-
-    def grant(self, slowdown: Evidence, record: PlanRecord, step_s: float, trained_s: float) -> bool:
-        """Return whether a comparison may begin now, and count it.
-
-        After one without a verdict, twice as many new steps are waited for each time.
-        """
-        if self._num_comparisons and record.num_steps < MAX_STEPS * 2 ** (self._num_comparisons - 1):
-            return False
-        lost = max(0.0, math.exp(-slowdown.mean) - 1)
-        cost_s = lost * ((NUM_MEASURING_STEPS + 1) * step_s + REPORT_S) + 2 * record.switch_s
-        if self._spent_s + cost_s > TIME_SHARE * (trained_s + ADVANCE_S):
-            return False
-        self._spent_s += cost_s
-        self._num_comparisons += 1
-        return True
 
 
 def is_worth_comparing(slowdown: Evidence, dense: Evidence, num_steps: int) -> bool:

@@ -38,27 +38,16 @@ class PairedStep(NamedTuple):
 class PlanRecord:
     """The newest steps of a plan, without those that warm it up.
 
-    num_steps   all steps, with those that warm up
-    warm_up_s   seconds of the steps that warm up
+    num_steps  all steps, with those that warm up
     """
 
     num_steps: int = 0
-    warm_up_s: float = 0.0
     window: deque[PairedStep] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
 
-    def is_warm(self, step_s: float) -> bool:
+    def add_step(self) -> bool:
         """Count a step; return whether it may be judged."""
         self.num_steps += 1
-        if self.num_steps > WARM_UP_STEPS:
-            return True
-        self.warm_up_s += step_s
-        return False
-
-    @property
-    def switch_s(self) -> float:
-        """Seconds that the change to this plan took."""
-        usual_s = median(step.step_s for step in self.window)
-        return max(0.0, self.warm_up_s - WARM_UP_STEPS * usual_s)
+        return self.num_steps > WARM_UP_STEPS
 
     def shift(self, log_prediction: float) -> None:
         """Take into account that predictions for this plan have changed by this logarithm."""

@@ -17,7 +17,7 @@ from cgx_ray.control.learned.measured import at_compute, is_dense, non_dense_opt
 from cgx_ray.control.learned.plan_times import PlanTimes
 from cgx_ray.control.network.changes import network_cause
 from cgx_ray.control.policies.policy import MIN_IMPROVEMENT
-from cgx_ray.control.trial.measuring_steps import ComparisonBudget, is_worth_comparing
+from cgx_ray.control.trial.measuring_steps import is_worth_comparing
 from cgx_ray.control.trial.outcome import PairedStep, PlanRecord
 from cgx_ray.plan import CodecSpec, Layer, Option, Plan
 from cgx_ray.planner.candidates import FREE, CodecCost
@@ -76,7 +76,6 @@ class StepsBesidePredictions:
     dense_plan    that plans are compared with: that of DDP
     dense_groups  those of `dense_plan`
     record        steps under the plan in force
-    trained_s     seconds of all steps
     """
 
     def __init__(
@@ -88,10 +87,10 @@ class StepsBesidePredictions:
         self.baseline = DenseBaseline()
         self.errors = LearnedErrors()
         self.plan_times = PlanTimes()
-        self.trained_s = 0.0
         self.dense_groups = groups_of(dense_plan, layers)
         self._calibrated_costs = dict(calibrated_costs)
-        self._comparisons = ComparisonBudget()
+        # Comparisons of the plan in force with dense.
+        self._num_comparisons = 0
         # Options of the plan that dense steps are compared with: that in force, or the last one before it.
         self._options: frozenset[Option] = frozenset()
         # Options by which compute is slowed under the plan in force; None: compute is that of dense steps.
@@ -112,7 +111,7 @@ class StepsBesidePredictions:
         """Begin with `plan`. `before`: its steps before measuring steps that end now."""
         self.plan, self._groups = plan, groups_of(plan, self.layers)
         if before is None and not is_measuring:
-            self._comparisons.start_plan()
+            self._num_comparisons = 0
         # Measuring steps under another plan than dense have one layer with a codec, which says little of compute.
         self._is_trial = is_measuring and not is_dense(plan)
         if not self._is_trial:
@@ -131,8 +130,7 @@ class StepsBesidePredictions:
 
         None for a step that warms the plan up, or without measurements.
         """
-        self.trained_s += step.passed_s
-        is_warm = self.record.is_warm(step.step_s)
+        is_warm = self.record.add_step()
         if is_warm and step.compute_s > 0 and not self._is_trial:
             self._learn_compute_slowdown(step.compute_s)
         if not is_warm or measured is None or min(step.step_s, step.compute_s, measured.compute_s) <= 0:
@@ -285,12 +283,18 @@ class StepsBesidePredictions:
         return self.baseline.on(measured.network.between).also(self.errors.compute_slowdown.under(self._options).error)
 
     def grants_comparison(self, slowdown: Evidence, measured: Measured) -> bool:
-        """Return whether to compare the plan with dense now, and count the time that this takes."""
+        """Return whether to compare the plan with dense now, and count it.
+
+        After a comparison without a verdict, twice as many new steps are waited for each time: so all of them together
+        take little time.
+        """
         window = self.record.window
         # A step unlike the others: something is changing, and the policy will soon be asked.
         if abs(window[-1].over_plan - median(step.over_plan for step in window)) > math.log(SURPRISE):
             return False
         if not is_worth_comparing(slowdown, self._dense_error(measured), len(window)):
             return False
-        step_s = median(step.step_s for step in window)
-        return self._comparisons.grant(slowdown, self.record, step_s, self.trained_s)
+        if self._num_comparisons and self.record.num_steps < MAX_STEPS * 2 ** (self._num_comparisons - 1):
+            return False
+        self._num_comparisons += 1
+        return True
