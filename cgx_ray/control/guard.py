@@ -8,20 +8,9 @@ from dataclasses import replace
 from cgx_ray.control.learned.evidence import Evidence
 from cgx_ray.control.learned.measured import is_dense
 from cgx_ray.control.policies.policy import Decision
-from cgx_ray.control.trial.measuring_steps import MAX_SPEEDUP, MeasuringSteps
+from cgx_ray.control.trial.measuring_steps import MeasuringSteps
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.planner.prediction import groups_of, predict
-
-# Dense steps that are measured before a plan is tried that is less than MAX_SPEEDUP faster.
-BASELINE_STEPS = 8
-
-
-def needs_dense_steps(state: WorkerGroupState, decision: Decision) -> bool:
-    """Return whether dense is known from too few steps to judge `decision` by, and little is lost by more."""
-    steps = state.steps
-    if not is_dense(state.plan) or steps.baseline.num_steps >= BASELINE_STEPS:
-        return False
-    return steps.dense_s(state.known()) < MAX_SPEEDUP * decision.step_s
 
 
 def replace_by_dense(state: WorkerGroupState, reason: str) -> Decision:

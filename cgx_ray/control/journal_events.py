@@ -1,4 +1,4 @@
-"""Lines of the journal beside decisions and outcomes: start and end, silent ranks, waits for dense steps, faults."""
+"""Lines of the journal beside decisions and outcomes: start and end, silent ranks, faults."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from cgx_ray.control.guard import BASELINE_STEPS
 from cgx_ray.control.history import Registration
 from cgx_ray.control.joined_steps import AWAITED_S
 from cgx_ray.control.journal.lines import (
@@ -18,9 +17,8 @@ from cgx_ray.control.journal.lines import (
     policy_error_entry,
     silence_entry,
     start_entry,
-    wait_entry,
 )
-from cgx_ray.control.policies.policy import Decision, Policy
+from cgx_ray.control.policies.policy import Policy
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.errors import listed
 from cgx_ray.monitors.sample import Fault, NodeSample, NodeStep
@@ -59,7 +57,7 @@ class JournalEvents:
 
     def start_group(self) -> None:
         """Begin with a new worker group."""
-        self._is_started = self._is_waiting = False
+        self._is_started = False
         self._num_fault_lines = 0
         self._policy_errors: set[type[Exception]] = set()
         self._weight_drift = 0.0
@@ -117,14 +115,6 @@ class JournalEvents:
             listed(nodes) or "none",
         )
 
-    def wait(self, decision: Decision, *, num_dense: int, step: int, time_s: float) -> None:
-        """Write down that `decision` waits for dense steps, of which `num_dense` are known; once until `decided`."""
-        if self._is_waiting:
-            return
-        self._is_waiting = True
-        entry = wait_entry(decision, num_dense=num_dense, needed=BASELINE_STEPS, step=step, time_s=time_s)
-        self._journal.write(entry)
-
     def policy_error(self, error: Exception, step: int, time_s: float) -> None:
         """Write down and log that the policy has failed, once per type of error."""
         if type(error) in self._policy_errors:
@@ -138,10 +128,6 @@ class JournalEvents:
             error,
             exc_info=error,
         )
-
-    def decided(self) -> None:
-        """Note that nothing waits any more."""
-        self._is_waiting = False
 
     def drift(self, steps: Sequence[NodeStep], time_s: float) -> None:
         """Write down how much the ranks' weights differ, if that is much more than before."""

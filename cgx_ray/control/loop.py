@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from cgx_ray.control.guard import beside_dense, disable, needs_dense_steps, replace_by_dense, return_home
+from cgx_ray.control.guard import beside_dense, disable, replace_by_dense, return_home
 from cgx_ray.control.history import KEPT_PLANS, History, Registration
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.journal.facts import CauseKind, LoopFacts
@@ -347,10 +347,6 @@ class ControlLoop:
         decision = self._ask(state, asked, at)
         if decision is None:
             return None
-        if decision.kind == "replace" and self._policy.is_guarded and needs_dense_steps(state, decision):
-            num_dense = state.steps.baseline.num_steps
-            self._events.wait(decision, num_dense=num_dense, step=at.step, time_s=at.time_s)
-            return None
         trial = codec_trial(self._policy, asked, decision) if decision.kind == "keep" else None
         if trial is not None:
             codec, decision = trial
@@ -404,7 +400,6 @@ class ControlLoop:
         asked  given to the policy, if the policy was asked
         ended  as in `WorkerGroupState.apply`
         """
-        self._events.decided()
         old, is_planned = state.plan, made_by in ("policy", "codec_trial")
         situation = asked or self._situation(state, decision.reason, old, measured, at)
         if decision.kind == "replace":

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from support.control_runs import LAYERS, QUIET, WORLD, journal, registration, start
 
-from cgx_ray.control.guard import BASELINE_STEPS
 from cgx_ray.control.learned.learned_errors import MEMORY_S
 from cgx_ray.control.learned.measured import is_dense, non_dense_options
 from cgx_ray.control.trial.bans import BAN_S, Bans
@@ -120,7 +119,7 @@ def test_hierarchical_sums_that_are_slower_than_dense_are_taken_back(tmp_path: P
     """The link inside nodes is assumed, so their plans are judged like others. They leave the bandwidth unmeasured."""
     run = start(tmp_path, options=[Option(codec=NONE, scheme=Scheme.DENSE, intra=Intra.DENSE)])
     run.num_local, run.latency_s, run.slowdown = 2, 0.02, 3.0
-    first, second, *_ = run.run(BASELINE_STEPS + 1 + WARM_UP_STEPS + JUDGED_STEPS + 2)
+    first, second, *_ = run.run(LINK_STEPS + WARM_UP_STEPS + JUDGED_STEPS + 2)
     assert first.kind == "replace"
     assert first.plan.describe() == "dense, dense inside nodes"
     assert second.kind == "disable"

@@ -1,4 +1,4 @@
-"""Lines of the journal about waits, drift and faults."""
+"""Lines of the journal about drift and faults."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import json
 from pathlib import Path
 
 import jsonschema
-import pytest
 from support.control_runs import journal, registration, start
 
-from cgx_ray.control.guard import BASELINE_STEPS
 from cgx_ray.control.journal.lines import MAX_TEXT, Journal
 from cgx_ray.control.journal_events import MAX_FAULTS
 from cgx_ray.control.loop import ControlLoop
@@ -24,23 +22,8 @@ from cgx_ray.report.run_page import Extras, report_page
 
 def check_schema(folder: Path) -> None:
     validator = jsonschema.Draft202012Validator(json.loads(JOURNAL_SCHEMA.read_text()))
-    for line in journal(folder, "wait", "fault", "drift"):
+    for line in journal(folder, "fault", "drift"):
         validator.validate(line)
-
-
-@pytest.mark.parametrize("gbps", [1.5, 3.0])
-def test_a_plan_that_waits_for_dense_steps_is_written_down_once(tmp_path: Path, gbps: float) -> None:
-    run = start(tmp_path)
-    run.gbps = gbps
-    run.run(BASELINE_STEPS + 10)
-    check_schema(tmp_path)
-    (wait,), (first, *_) = journal(tmp_path, "wait"), journal(tmp_path, "decision")
-    assert wait["step"] < first["step"]
-    assert wait["num_dense_steps"] < wait["needed_dense_steps"] == BASELINE_STEPS
-    assert wait["predicted_step_s"] < wait["predicted_dense_s"]
-    # In the end the plan that has waited is taken up.
-    assert first["kind"] == "replace"
-    assert wait["plan"] == first["new"]["plan"]
 
 
 def test_weights_that_drift_apart_are_written_down_each_time_they_are_twice_as_far_apart(tmp_path: Path) -> None:

@@ -221,21 +221,6 @@ def silence_entry(silent_ranks: Collection[int], *, step: int, time_s: float) ->
     return {"event": "silence", "time": time_s, "step": step, "silent_ranks": sorted(silent_ranks)}
 
 
-def wait_entry(decision: Decision, *, num_dense: int, needed: int, step: int, time_s: float) -> dict[str, Any]:
-    """Return the journal's line for a decision that waits until `needed` dense steps were measured, not `num_dense`."""
-    return {
-        "event": "wait",
-        "time": time_s,
-        "step": step,
-        "plan": decision.plan.describe(),
-        "reason": decision.reason,
-        "predicted_step_s": decision.step_s,
-        "predicted_dense_s": decision.dense_s,
-        "num_dense_steps": num_dense,
-        "needed_dense_steps": needed,
-    }
-
-
 def drift_entry(weight_drift: float, *, step: int, time_s: float) -> dict[str, Any]:
     """Return the journal's line for weights that differ between ranks."""
     return {"event": "drift", "time": time_s, "step": step, "weight_drift": weight_drift}
