@@ -250,7 +250,6 @@ class WorkerGroupState:
         self.learn(now_s)
         ratio = outcome.step_s / self._predicted_s
         self._prediction_error = ratio - 1
-        self.steps.errors.add_outcome(ratio, now_s)
         if not 1 / SURPRISE < ratio < SURPRISE:
             text = f"a step took {outcome.step_s:.3f} s, predicted {self._predicted_s:.3f} s"
             self._news = Cause("prediction", text)

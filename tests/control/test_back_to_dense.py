@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.control_runs import COSTS, LAYERS, WORLD, start
 
-from cgx_ray.control.learned.learned_errors import NUM_OUTCOMES, LearnedErrors
+from cgx_ray.control.learned.learned_errors import LearnedErrors
 from cgx_ray.control.learned.measured import is_dense
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.policy import PlannerInput, Situation
@@ -63,22 +63,6 @@ def test_dense_is_ddps_plan_on_a_link_that_goes_back_and_forth() -> None:
         found = PlannerInput(now=states[0], states=states, dense_groups=dense).best(options, 0.0)
         assert found.dense.groups == dense
         assert found.best.groups == dense or not found.best.is_dense
-
-
-@pytest.mark.parametrize(("gbps", "is_left_in_doubt"), [(8.0, False), (0.5, True)])
-def test_dense_is_left_for_little_only_if_predictions_were_right_lately(gbps: float, is_left_in_doubt: bool) -> None:
-    policy, errors, plan = Adaptive(candidates=[BF16]), LearnedErrors(), ddp_plan()
-    assert policy.decide(situation(plan, gbps, errors)).kind == "replace"
-    for ratio in (2.0, 1.5):
-        errors.add_outcome(ratio, 0.0)
-    decision = policy.decide(situation(plan, gbps, errors))
-    assert (decision.kind == "replace") == is_left_in_doubt, decision.reason
-    if not is_left_in_doubt:
-        assert decision.reason.endswith("would be less than 20% better")
-    assert LearnedErrors.read(errors.recorded()).doubt == errors.doubt > 0
-    for _ in range(NUM_OUTCOMES):
-        errors.add_outcome(1.01, 1.0)
-    assert policy.decide(situation(plan, gbps, errors)).kind == "replace"
 
 
 @pytest.mark.parametrize("slowdown", [1.36, 1.4])

@@ -71,7 +71,6 @@ def test_the_policy_decides_the_same_again_from_the_journal_alone(eventful: Path
     assert any(line["situation"]["banned"] for line in asked)
     assert any(line["situation"]["recent_links"] for line in asked)
     assert any(line["situation"]["errors"]["options"] for line in asked)
-    assert any(line["situation"]["errors"]["misses"] for line in asked)
     assert all(line["situation"]["dense_groups"] for line in asked)
     for line in asked:
         situation = read_situation(line["situation"], layers)
@@ -83,12 +82,13 @@ def test_the_policy_decides_the_same_again_from_the_journal_alone(eventful: Path
             assert found == tuple(line[name] for name in ("kind", "reason", "predicted_step_s", "predicted_dense_s"))
 
 
-def test_a_situation_of_an_earlier_version_has_no_outcomes_and_no_dense_groups(eventful: Path) -> None:
+def test_a_situation_of_an_earlier_version_has_errors_of_outcomes_and_no_dense_groups(eventful: Path) -> None:
     (first,) = journal(eventful, "start")
     fields = journal(eventful, "decision")[-1]["situation"]
-    del fields["dense_groups"], fields["errors"]["misses"]
-    planner_input = read_situation(fields, read_layers(first)).planner_input
-    assert (planner_input.dense_groups, planner_input.errors.doubt) == ((), 0.0)
+    del fields["dense_groups"]
+    fields["errors"]["misses"] = [0.5]
+    fields |= {"dwell_s": None, "switch_s": 0.3}
+    assert read_situation(fields, read_layers(first)).planner_input.dense_groups == ()
 
 
 def test_every_option_can_be_read_from_its_text() -> None:

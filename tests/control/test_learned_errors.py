@@ -102,16 +102,6 @@ def test_what_was_learned_just_before_another_network_was_noticed_is_undone() ->
     assert errors.factor(groups(SRA)) == pytest.approx(1.1, rel=1e-3)
 
 
-def test_outcomes_just_before_another_network_was_noticed_raise_no_doubt() -> None:
-    errors = LearnedErrors()
-    errors.add_outcome(1.2, 50.0)
-    doubt = errors.doubt
-    errors.add_outcome(5.0, 100.0)
-    assert errors.doubt > doubt > 0
-    errors.network_changed(105.0)
-    assert errors.doubt == doubt
-
-
 def test_layer_rules_take_no_error_of_dense() -> None:
     errors = LearnedErrors()
     ruled = (PlannedGroup.of(LAYERS[:1], DENSE), PlannedGroup.of(LAYERS[1:], SRA, is_fixed=True))

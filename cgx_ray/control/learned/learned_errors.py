@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median_low
 from typing import Any, TypeVar
@@ -22,8 +21,6 @@ MEMORY_S = 600.0
 LATE_NOTICE_S = 15.0
 # Steps that an earlier error counts as when new steps are added to it.
 EARLIER_STEPS = 1.0
-# Newest outcomes that show how far predictions are off. One per minute, if nothing else happens.
-NUM_OUTCOMES = 8
 # Largest factor by which one outcome corrects a codec's times. Calibration may overstate them 300 times.
 MAX_CODEC_CORRECTION = 1000.0
 
@@ -52,8 +49,6 @@ class LearnedErrors:
         self.compute_slowdown = ComputeSlowdown()
         # By name of a codec's cost, see `Measured.cost_name`, the logarithm of its measured over its calibrated time.
         self._codecs: dict[str, float] = {}
-        # Time, and logarithm of measured over expected seconds, of the newest outcomes.
-        self._misses: deque[tuple[float, float]] = deque(maxlen=NUM_OUTCOMES)
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> LearnedErrors:
@@ -61,26 +56,14 @@ class LearnedErrors:
         errors = cls()
         errors._steps = {Option.parse(option): (log, 0.0) for option, log in fields["options"].items()}
         errors._codecs = dict(fields["codecs"])
-        # Earlier journals have none.
-        errors._misses.extend((0.0, miss) for miss in fields.get("misses", ()))
         return errors
 
     def recorded(self) -> dict[str, Any]:
-        """Return the logarithms of the errors by option and by codec, and of the newest outcomes, for the journal."""
+        """Return the logarithms of the errors by option and by codec, for the journal."""
         return {
             "options": {str(option): log for option, (log, _) in self._steps.items()},
             "codecs": dict(self._codecs),
-            "misses": [miss for _, miss in self._misses],
         }
-
-    def add_outcome(self, ratio: float, now_s: float) -> None:
-        """Add the measured over the expected seconds of a decision's steps."""
-        self._misses.append((now_s, math.log(ratio)))
-
-    @property
-    def doubt(self) -> float:
-        """Logarithm of the ratio by which expected seconds have been off lately (root mean square)."""
-        return math.sqrt(fmean(miss**2 for _, miss in self._misses)) if self._misses else 0.0
 
     def factor(self, groups: Sequence[PlannedGroup]) -> float:
         """Return the seconds that a step with `groups` will take over those that are predicted."""
@@ -110,7 +93,6 @@ class LearnedErrors:
 
     def undo(self, now_s: float) -> None:
         """Undo what was learned in the last seconds, while predictions were made for the network before."""
-        self._misses = deque([one for one in self._misses if one[0] < now_s - LATE_NOTICE_S], maxlen=NUM_OUTCOMES)
         recent = undoable(self._before, now_s)
         if recent:
             self._steps = recent[0][1]

@@ -6,9 +6,7 @@ plan in force is scored with the same measurements, then:
 
 1. If the plan in force clearly keeps less than `min_gain`, uses a banned codec and scheme, or is predicted to be more
    than 3 % slower than dense, the best plan replaces it at once.
-2. Else the best plan replaces it only if its score is more than 5 % smaller. Dense is left only for more than half of
-   what predictions have been wrong by lately, at most 20 %: where ranks share processors, plans often promise 10 % and
-   take 50 % longer.
+2. Else the best plan replaces it only if its score is more than 5 % smaller.
 
 On a network that changes too fast to follow, a score is the mean over the recent states of the network.
 
@@ -65,8 +63,6 @@ BY_HAND = (
 )
 # Share of the score by which such a plan must be better than the search's with one option: other groupings differ so.
 SAME_SCORE = 0.01
-# The same for leaving dense while predictions are far off.
-MOST_IMPROVEMENT = 0.2
 # Calibration (before training) may overstate a codec's time by this factor.
 MAX_OVERSTATED = 300.0
 # An option in force may exceed the error that `min_gain` allows by this share; another one must stay below it by this
@@ -154,8 +150,8 @@ class Adaptive(Policy):
         is_other = best.groups != current.groups
         if is_other and self._may_stay(situation, current) and not self._is_worth(situation, current, found):
             kept, other = current.describe_options(), best.describe_options()
-            what, least = other if other != kept else "other groups", _least_improvement(current, planner_input)
-            best, reason = current, f"{cause}: kept {kept}; {what} would be less than {least:.0%} better"
+            what = other if other != kept else "other groups"
+            best, reason = current, f"{cause}: kept {kept}; {what} would be less than {MIN_IMPROVEMENT:.0%} better"
         return situation.decision(best, reason, dense=found.dense)
 
     def _best(self, situation: Situation) -> BestPlan:
@@ -263,7 +259,7 @@ class Adaptive(Policy):
         current_s, best_s = planner_input.score(current.groups), planner_input.score(found.best.groups)
         if not current.is_dense and current_s > MAX_SLOWDOWN * planner_input.score(found.dense.groups):
             return True
-        return best_s < (1 - _least_improvement(current, planner_input)) * current_s
+        return best_s < (1 - MIN_IMPROVEMENT) * current_s
 
     def codec_to_time(self, situation: Situation, kept: Decision) -> CodecSpec | None:
         """Return a codec that was never in use, if its calibrated times may be all that keeps a plan from replacing
@@ -282,8 +278,7 @@ class Adaptive(Policy):
         for codec in untimed:
             costs[str(codec)] = codec_cost_of(costs, codec).slowed(1 / MAX_OVERSTATED)
         best = best_plan(replace(measured, codec_costs=costs), allowed, min_gain=self._least_gain).best
-        least = _least_improvement(kept.predicted, planner_input)
-        if planner_input.score_of(best) >= planner_input.score_of(kept.predicted) * (1 - least):
+        if planner_input.score_of(best) >= planner_input.score_of(kept.predicted) * (1 - MIN_IMPROVEMENT):
             return None
         slowed = set(map(str, untimed))
         return next((option.codec for option in best.options if measured.cost_name(option) in slowed), None)
@@ -298,13 +293,6 @@ def _with_best(
         return found
     gap = max(0.0, 1 - (1 - found.gap) * score / other_score)
     return replace(found, best=predict(planner_input.now, other), gap=gap)
-
-
-def _least_improvement(current: Prediction, planner_input: PlannerInput) -> float:
-    """Return the share of the score of `current` that another plan must save."""
-    if not current.is_dense:
-        return MIN_IMPROVEMENT
-    return max(MIN_IMPROVEMENT, min(1 - math.exp(-planner_input.errors.doubt / 2), MOST_IMPROVEMENT))
 
 
 def _describe_best(found: BestPlan, planner_input: PlannerInput) -> str:
