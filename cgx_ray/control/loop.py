@@ -13,7 +13,7 @@ Then the loop does the first of these that has a cause:
 3. Where the steps do not show whether a plan is slower than dense, a few dense steps are measured (`measuring_steps`).
    Right after these one standard error instead of three is enough for 1.
 
-WARM_UP_STEPS + JUDGED_STEPS steps after a decision its outcome goes to the journal, and the errors of the plan's
+WARM_UP_STEPS + MIN_STEPS steps after a decision its outcome goes to the journal, and the errors of the plan's
 options and codecs are learned (`learned_errors`). Plans are chosen with these errors. If the link goes back
 and forth too fast to follow (`recent_links`), one plan is chosen for all its recent states, and not judged any more.
 An option whose gain fell by more than GAIN_CHANGE while it was in use is banned, twice as long each time. So is the
@@ -39,8 +39,9 @@ from cgx_ray.control.journal.sentences import decision_line, report_hint
 from cgx_ray.control.journal_events import JournalEvents
 from cgx_ray.control.learned.evidence import Evidence, Verdict, verdict
 from cgx_ray.control.live_state import LiveState
+from cgx_ray.control.network.estimate import FEW
 from cgx_ray.control.policies.policy import MAX_SLOWDOWN, Decision, PlannerInput, Policy, Situation
-from cgx_ray.control.trial.measuring_steps import COMPARED, NUM_MEASURING_STEPS, MeasuringSteps, codec_trial
+from cgx_ray.control.trial.measuring_steps import COMPARED, MeasuringSteps, codec_trial
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import Fault, NodeSample
 from cgx_ray.plan import Layer, Lease, Plan
@@ -302,7 +303,7 @@ class ControlLoop:
     def _end_measuring(self, state: WorkerGroupState, measuring: MeasuringSteps, at: _When) -> Decision | None:
         """Return to the plan before the measuring steps, or leave it for good, once there are enough of them."""
         measured = state.measured()
-        if len(state.steps.record.window) < NUM_MEASURING_STEPS or measured is None:
+        if len(state.steps.record.window) < FEW or measured is None:
             return None
         state.measuring = None
         if measuring.codec is not None:

@@ -26,21 +26,20 @@ from cgx_ray.control.learned.measured import (
     non_dense_options,
 )
 from cgx_ray.control.network.changes import ComputeChanges, SlowRanks, network_cause
+from cgx_ray.control.network.estimate import FEW, NOISE
 from cgx_ray.control.network.known_network import KnownNetwork
 from cgx_ray.control.network.recent_links import RecentLinks
 from cgx_ray.control.policies.policy import MAX_SLOWDOWN, REVIEW_S, Decision, Policy
 from cgx_ray.control.trial.bans import Bans
 from cgx_ray.control.trial.measuring_steps import MeasuringSteps
 from cgx_ray.control.trial.outcome import PendingOutcome, PlanRecord
-from cgx_ray.control.trial.steps_beside_predictions import SURPRISE, StepsBesidePredictions
+from cgx_ray.control.trial.steps_beside_predictions import StepsBesidePredictions
 from cgx_ray.monitors.sample import NodeSample, NodeStep
 from cgx_ray.plan import MAX_PERIOD, STEPS_TOGETHER, Option, Plan, spoken
 from cgx_ray.planner.bits import bits_of
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.prediction import Measured, groups_of
 
-# Steps whose median is measured, and the least number of steps before the first decision: a median needs three.
-LINK_STEPS = 3
 # Ratio of a step's seconds to the usual ones from which one step is enough to look for another network.
 FAR_SLOWER = 3.0
 # Seconds for which a plan must seem too slow. Until then a slower network would be noticed, which is no plan's fault.
@@ -178,7 +177,7 @@ class WorkerGroupState:
             # Ranks count these sums as compute. The planner adds them to it.
             step = replace(step, compute_s=max(0.0, step.compute_s - self.decided.inside_sum_s))
         same_plan = [one for one in self._recent if one.plan_version in self._versions]
-        self._recent = [*same_plan[1 - LINK_STEPS :], step]
+        self._recent = [*same_plan[1 - FEW :], step]
         self.losses.add_step(step, self._bits)
         if step.error_bits is not None and self._max_error is not None:
             text = self.losses.too_large_error(self._bits, self._max_error)
@@ -201,7 +200,7 @@ class WorkerGroupState:
     def _is_far_slower(self, step: JoinedStep) -> bool:
         """Return whether `step` took FAR_SLOWER times as long as those before it under the same plan."""
         before = [one.step_s for one in self._recent if {one.plan_version, step.plan_version} <= self._versions]
-        return len(before) >= LINK_STEPS and step.step_s >= FAR_SLOWER * median(before)
+        return len(before) >= FEW and step.step_s >= FAR_SLOWER * median(before)
 
     @property
     def may_accept(self) -> bool:
@@ -250,7 +249,7 @@ class WorkerGroupState:
         self.learn(now_s)
         ratio = outcome.step_s / self._predicted_s
         self._prediction_error = ratio - 1
-        if not 1 / SURPRISE < ratio < SURPRISE:
+        if not 1 / NOISE < ratio < NOISE:
             text = f"a step took {outcome.step_s:.3f} s, predicted {self._predicted_s:.3f} s"
             self._news = Cause("prediction", text)
         elif self.steps.is_beaten(self.known(), now_s):
@@ -361,7 +360,7 @@ class WorkerGroupState:
         if any(step.plan_version not in self._versions for step in recent):
             # Before the first step of a new plan, the groups that were measured are those of the plan before.
             return None
-        if len(recent) < LINK_STEPS or rate is None or (self._needs_gains and not self.gains.gain):
+        if len(recent) < FEW or rate is None or (self._needs_gains and not self.gains.gain):
             return None
         between = Link(alpha_s=self.network.latency_s or self.network.probed_s, beta_s_per_byte=1 / rate.value)
         inside, device_sums = inside_of(recent[-1].inside)

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from support.control_runs import LAYERS, QUIET, WORLD, journal, registration, start
 
+from cgx_ray.control.learned.evidence import MIN_STEPS
 from cgx_ray.control.learned.learned_errors import MEMORY_S
 from cgx_ray.control.learned.measured import is_dense, non_dense_options
+from cgx_ray.control.network.estimate import FEW
 from cgx_ray.control.trial.bans import BAN_S, Bans
-from cgx_ray.control.trial.outcome import JUDGED_STEPS, WARM_UP_STEPS
-from cgx_ray.control.worker_group import LINK_STEPS
+from cgx_ray.control.trial.outcome import WARM_UP_STEPS
 from cgx_ray.monitors.sample import Burst, NodeSample, node_steps
 from cgx_ray.plan import NONE, CodecSpec, Intra, Option, Scheme, make_plan, spoken
 from cgx_ray.planner.candidates import codec_options
@@ -22,7 +23,7 @@ from cgx_ray.planner.candidates import codec_options
 def test_a_plan_slower_than_dense_is_taken_back_and_tried_again_more_and_more_rarely(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.slowdown = 30.0
-    first, second = run.run(LINK_STEPS + WARM_UP_STEPS + JUDGED_STEPS)
+    first, second = run.run(FEW + WARM_UP_STEPS + MIN_STEPS)
     assert first.kind == "replace"
     assert second.kind == "disable"
     assert run.loop.plans[-1].describe() == "dense"
@@ -37,7 +38,7 @@ def test_a_plan_slower_than_dense_is_taken_back_and_tried_again_more_and_more_ra
 def test_a_codec_that_failed_is_not_tried_again_soon_and_the_others_are(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.gbps, run.slowdown_of = 0.5, {"qsgd": 3.5}
-    first, second = run.run(LINK_STEPS + WARM_UP_STEPS + JUDGED_STEPS)
+    first, second = run.run(FEW + WARM_UP_STEPS + MIN_STEPS)
     assert "qsgd" in first.reason
     assert second.reason.startswith("a step took 1.276 s, predicted 0.365 s: 1x bf16 over sra")
     later = run.run(200)
@@ -119,7 +120,7 @@ def test_hierarchical_sums_that_are_slower_than_dense_are_taken_back(tmp_path: P
     """The link inside nodes is assumed, so their plans are judged like others. They leave the bandwidth unmeasured."""
     run = start(tmp_path, options=[Option(codec=NONE, scheme=Scheme.DENSE, intra=Intra.DENSE)])
     run.num_local, run.latency_s, run.slowdown = 2, 0.02, 3.0
-    first, second, *_ = run.run(LINK_STEPS + WARM_UP_STEPS + JUDGED_STEPS + 2)
+    first, second, *_ = run.run(FEW + WARM_UP_STEPS + MIN_STEPS + 2)
     assert first.kind == "replace"
     assert first.plan.describe() == "dense, dense inside nodes"
     assert second.kind == "disable"

@@ -13,12 +13,13 @@ from support.control_runs import DENSITIES, LAYERS, WORLD, FakeTraining, journal
 
 from cgx_ray.control.history import SNAPSHOT_FORMAT, History, Snapshot
 from cgx_ray.control.journal.lines import Journal
+from cgx_ray.control.learned.evidence import MIN_STEPS
 from cgx_ray.control.loop import LEASE_S, LEASE_STEPS, ControlLoop
+from cgx_ray.control.network.estimate import FEW
 from cgx_ray.control.network.known_network import KnownNetwork
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.policy import Static
-from cgx_ray.control.trial.outcome import JUDGED_STEPS, WARM_UP_STEPS
-from cgx_ray.control.worker_group import LINK_STEPS
+from cgx_ray.control.trial.outcome import WARM_UP_STEPS
 from cgx_ray.plan import CodecSpec, Intra, Plan, make_plan
 from cgx_ray.planner.candidates import candidate_options
 from cgx_ray.planner.cost import Link
@@ -27,7 +28,7 @@ from cgx_ray.planner.cost import Link
 def test_first_decision_comes_after_three_steps_and_leaves_dense_on_a_slow_network(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.gbps = 0.1
-    decisions = run.run(LINK_STEPS)
+    decisions = run.run(FEW)
     assert [decision.kind for decision in decisions] == ["replace"]
     assert run.loop.plans[-1].describe() == "qsgd 4-bit over sra"
     assert decisions[0].reason == (
@@ -67,7 +68,7 @@ def test_an_unchanged_network_causes_no_decision_until_the_review(tmp_path: Path
 def test_every_decision_is_journalled_with_its_prediction_and_then_its_outcome(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.gbps = 0.1
-    run.run(LINK_STEPS + WARM_UP_STEPS + JUDGED_STEPS)
+    run.run(FEW + WARM_UP_STEPS + MIN_STEPS)
     decision, outcome, *_ = journal(tmp_path)
     assert decision["event"] == "decision"
     whole = {"groups": 2, "layers": 3, "numel": 5_001_000, "dense_bytes": 20_004_000, "wire_bytes": 20_004_000}
@@ -116,7 +117,7 @@ def test_compute_times_that_scatter_by_a_fifth_flip_no_plan(tmp_path: Path) -> N
 def test_where_some_ranks_share_memory_nodes_sum_before_they_exchange(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.gbps, run.num_local = 0.1, 2
-    (decision,) = run.run(LINK_STEPS)
+    (decision,) = run.run(FEW)
     assert journal(tmp_path)[0]["inputs"]["ranks_per_node"] == 2
     assert "inside nodes" in decision.reason, decision.reason
     assert Intra.FLAT not in {group.option.intra for group in run.loop.plans[-1].groups}
@@ -211,7 +212,7 @@ def test_bans_errors_and_gains_go_on_over_a_restart_and_a_resize(tmp_path: Path)
 def test_a_controller_that_crashed_goes_on_from_its_snapshot(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.gbps = 0.1
-    run.run(LINK_STEPS)
+    run.run(FEW)
     just_decided = run.loop.history()
     assert just_decided.learned is not None
     assert just_decided.plans[-1] == run.loop.plans[-1]
@@ -227,7 +228,7 @@ def test_a_controller_that_crashed_goes_on_from_its_snapshot(tmp_path: Path) -> 
     run.loop = again
     # Ranks measure gains later.
     run.gain = {}
-    (kept,) = run.run(LINK_STEPS)
+    (kept,) = run.run(FEW)
     assert kept.kind == "keep"
     assert kept.reason.startswith("the controller was started again: ")
     run.gbps = 100.0
@@ -267,22 +268,22 @@ def test_a_snapshot_of_another_version_is_not_read(tmp_path: Path, caplog: pytes
 def test_a_plan_is_on_trial_until_its_outcome_is_known(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.gbps = 0.1
-    (decision,) = run.run(LINK_STEPS)
+    (decision,) = run.run(FEW)
     dense, on_trial = run.loop.plans
     assert on_trial.lease is not None
     assert on_trial.lease.fallback == replace(dense, version=2)
     # 60 s are more than 40 steps of 0.6 s.
-    assert on_trial.lease.last_step == LINK_STEPS + math.ceil(LEASE_S / decision.step_s) > LINK_STEPS + LEASE_STEPS
-    run.run(WARM_UP_STEPS + JUDGED_STEPS)
+    assert on_trial.lease.last_step == FEW + math.ceil(LEASE_S / decision.step_s) > FEW + LEASE_STEPS
+    run.run(WARM_UP_STEPS + MIN_STEPS)
     assert run.loop.plans[2:] == [replace(on_trial, version=3, lease=None)]
 
 
 def test_ranks_that_have_returned_from_a_trial_get_another_plan(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.gbps = 0.1
-    run.run(LINK_STEPS)
+    run.run(FEW)
     run.returns = True
-    (decision,) = run.run(LINK_STEPS)
+    (decision,) = run.run(FEW)
     assert decision.kind == "replace"
     assert decision.reason.startswith("the lease of plan 1 has ended: 1x qsgd"), decision.reason
     assert decision.plan.version == 3
@@ -324,7 +325,7 @@ def test_a_plan_survives_json() -> None:
 def test_a_guess_of_the_bandwidth_is_no_cause_unless_a_change_was_noticed_but_a_latency_is(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.gbps = 0.1
-    run.run(LINK_STEPS)
+    run.run(FEW)
     state = run.loop._state
     assert state is not None
     state.network = KnownNetwork()

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from support.control_runs import QUIET, start
 
+from cgx_ray.control.network.estimate import FEW
 from cgx_ray.control.network.known_network import PROBE_HOLDS_S, RATE_HOLDS_S, KnownNetwork
 from cgx_ray.control.network.traffic import StepTraffic
-from cgx_ray.control.worker_group import LINK_STEPS
 from cgx_ray.monitors.sample import Bandwidth, Burst, HostLoad, NodeSample, node_steps
 
 MIB = 1 << 20
@@ -60,7 +60,7 @@ def test_probes_count_while_messages_are_not_sure(tmp_path: Path) -> None:
     assert run.loop.facts().bandwidth_bits_per_s is None, "too old, though a is silent"
     assert run.loop.next_probe("b", 120.0) == "a"
     report("b", 3 + RATE_HOLDS_S, {"a": 25e6})
-    run.run(LINK_STEPS)
+    run.run(FEW)
     messages = run.loop.facts().bandwidth_bits_per_s
     assert messages == pytest.approx(1e9, rel=0.1)
     report("a", 4 + RATE_HOLDS_S, {"b": 1.1 * messages / 8})

@@ -20,7 +20,7 @@ from support.control_runs import DENSITIES, start
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cgx_ray
-from cgx_ray.control.worker_group import LINK_STEPS
+from cgx_ray.control.network.estimate import FEW
 from cgx_ray.plan import CodecSpec
 from cgx_ray.planner.candidates import candidate_options
 from cgx_ray.planner.fidelity import codecs_of, describe_costs
@@ -175,14 +175,14 @@ def test_top_k_is_chosen_on_a_very_slow_network_unless_there_are_no_densities(
 ) -> None:
     run = start(tmp_path, min_gain=0.2, options=candidate_options(densities))
     run.gbps = 0.001
-    run.run(LINK_STEPS)
+    run.run(FEW)
     assert {group.option.codec.name for group in run.loop.plans[-1].groups} == chosen
 
 
 def test_the_reason_names_the_loss_of_codecs_that_strict_does_not_allow(tmp_path: Path) -> None:
     run = start(tmp_path, min_gain=0.2, options=candidate_options(DENSITIES))
     run.gbps = 0.001
-    (decision,) = run.run(LINK_STEPS)
+    (decision,) = run.run(FEW)
     (sparse,) = {group.option.codec for group in run.loop.plans[-1].groups if group.option.codec.name == "topk"}
     assert decision.reason.endswith(describe_costs([sparse]))
     assert "above dense's loss" in decision.reason

@@ -50,8 +50,6 @@ ALARM = 1.0
 MIN_ERROR = 0.05
 # Floor on the gain, for codecs that drop more than the gradient holds: the planner needs positive gains.
 MIN_GAIN = 1e-3
-# Two gains that differ by no more agree: single measurements of the same gain differ by up to this.
-AGREEMENT = 0.1
 # Weight of the newest measurement in a learned ratio: that of ten measurements, as one differs by up to 20 %.
 RATIO_WEIGHT = 0.1
 # Bounds on learned ratios, so that a disturbed phase cannot ban an option for good or make it look lossless.
@@ -182,7 +180,7 @@ class GainWatch:
         if one.is_outdated:
             one.recent.clear()
             one.is_outdated = False
-        elif one.recent and abs(gain - one.recent[-1]) <= AGREEMENT:
+        elif one.recent and abs(gain - one.recent[-1]) <= GAIN_CHANGE:
             one.is_agreed = True
         one.recent.append(gain)
         num_since = one.detector.add_sample(max(1 - gain, MIN_ERROR), 1.0)

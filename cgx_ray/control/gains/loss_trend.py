@@ -19,6 +19,8 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import NamedTuple
 
+from cgx_ray.control.network.estimate import Z_95
+
 # Measured norms that are compared, the older half with the newer: 120 steps at the usual interval.
 NUM_NORMS = 6
 # Least ratio of the two halves that counts as a fast change. With small batches single norms differ by 2x.
@@ -37,8 +39,6 @@ MIN_LOSSES, MAX_LOSSES = 20, 100
 MAX_LOSS = 1e100
 # Standard errors on the safe side. The verdict is made again after every step.
 SURE = 4.0
-# Standard errors by which a slope must rise to be a rise.
-SURE_RISE = 2.0
 # Share of the training that may be looked back.
 LOOK_BACK = 0.25
 # Share of a falling slope that must go on.
@@ -159,7 +159,7 @@ def _worse(before: Sequence[tuple[int, float]], since: Sequence[tuple[int, float
     until, after = change - old.middle, fmean(step for step, _ in since) - change
     reach = until + after * (KEPT_SLOPE if old.slope < 0 else 1.0)
     line = old.mean + old.slope * reach
-    is_higher = old.slope <= SURE_RISE * slope_error and mean > old.mean + SURE * mean_error
+    is_higher = old.slope <= Z_95 * slope_error and mean > old.mean + SURE * mean_error
     is_slower = mean > line + SURE * math.hypot(mean_error, slope_error * reach)
     if not is_higher and not is_slower:
         return None

@@ -7,18 +7,13 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import fmean, median
 
-from cgx_ray.control.learned.evidence import MAX_STEPS, Evidence, evidence
+from cgx_ray.control.learned.evidence import MAX_STEPS, NUM_NEWEST, Evidence, evidence
+from cgx_ray.control.network.estimate import FEW, Z_95
 from cgx_ray.plan import Option
 
-# Dense steps, and steps under another plan, that are compared, at most.
-ADJACENT_STEPS = 8
 # Fewest steps before a switch and after it. A training that decides for the first time has two dense steps without its
 # first one; measuring steps are three.
-LEAST_BEFORE, LEAST_AFTER = 2, 3
-# Newest comparisons that count for the same options.
-NUM_COMPARISONS = 8
-# Standard errors by which compute must be longer before that counts: compute is noisy.
-WORTH = 2.0
+LEAST_BEFORE = 2
 _NONE = Evidence(0.0, 0.0)
 
 
@@ -36,7 +31,7 @@ class ComputeSlowdown:
     def add_comparison(self, options: frozenset[Option], dense_s: Sequence[float], others_s: Sequence[float]) -> None:
         """Add compute of dense steps, and of steps under a plan with `options` soon before or after them."""
         dense, others = (evidence([math.log(seconds) for seconds in times]) for times in (dense_s, others_s))
-        self._found.setdefault(options, deque(maxlen=NUM_COMPARISONS)).append(others.less(dense))
+        self._found.setdefault(options, deque(maxlen=NUM_NEWEST)).append(others.less(dense))
         self._newest = options
 
     def under(self, options: frozenset[Option]) -> Evidence:
@@ -50,15 +45,15 @@ class ComputeSlowdown:
         # Compute may fall or rise by itself at a switch, as after a cold start: the median leaves such a one out.
         mean = median(one.mean for one in found)
         error = math.sqrt(fmean(one.error**2 for one in found) / len(found))
-        return Evidence(mean, error) if mean > WORTH * error else _NONE
+        return Evidence(mean, error) if mean > Z_95 * error else _NONE
 
 
 class SideBySide:
     """Compute of the newest dense steps, and of those under another plan, until both are compared."""
 
     def __init__(self) -> None:
-        self._dense_s: deque[float] = deque(maxlen=ADJACENT_STEPS)
-        self._others_s: deque[float] = deque(maxlen=ADJACENT_STEPS)
+        self._dense_s: deque[float] = deque(maxlen=NUM_NEWEST)
+        self._others_s: deque[float] = deque(maxlen=NUM_NEWEST)
         self._since_dense = 0
 
     def start_plan(self, *, is_dense: bool, is_new: bool) -> None:
@@ -76,7 +71,7 @@ class SideBySide:
         own_s.append(compute_s)
         self._since_dense = 0 if self._is_dense else self._since_dense + 1
         is_far = self._since_dense > MAX_STEPS
-        if not self._is_open or is_far or len(own_s) < LEAST_AFTER or len(before_s) < LEAST_BEFORE:
+        if not self._is_open or is_far or len(own_s) < FEW or len(before_s) < LEAST_BEFORE:
             return None
         self._is_open = False
         return self._dense_s, self._others_s

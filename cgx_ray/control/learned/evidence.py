@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 # Steps that a verdict needs, and the newest ones that it is made from.
 MIN_STEPS, MAX_STEPS = 4, 40
+# Newest steps, comparisons or plans that count: older ones had another compute or network.
+NUM_NEWEST = 8
 # Scatter of single steps that is assumed before there are many (standard deviation of a logarithm), and the number of
 # steps that this assumption counts as. Four steps that happen to agree prove little.
 PRIOR_SCATTER, PRIOR_STEPS = 0.1, 3

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from cgx_ray.control.learned.evidence import NUM_NEWEST
 from cgx_ray.control.learned.learned_errors import LATE_NOTICE_S, MEMORY_S
-from cgx_ray.control.network.changes import OTHER_COMPUTE, is_other_latency
-from cgx_ray.control.network.estimate import SURE_FACTOR
+from cgx_ray.control.network.changes import is_other_latency
+from cgx_ray.control.network.estimate import NOISE, SURE_FACTOR
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.prediction import Measured, PlannedGroup
-
-# Newest plans that are known.
-NUM_PLANS = 8
 
 Groups = tuple[PlannedGroup, ...]
 
@@ -35,7 +33,7 @@ class _Ran(NamedTuple):
             not is_other_latency(self.link.alpha_s, link.alpha_s)
             # Sure estimates of the same link differ by less.
             and 1 / SURE_FACTOR < self.link.beta_s_per_byte / link.beta_s_per_byte < SURE_FACTOR
-            and 1 / OTHER_COMPUTE < self.compute_s / measured.compute_s < OTHER_COMPUTE
+            and 1 / NOISE < self.compute_s / measured.compute_s < NOISE
         )
 
 
@@ -62,7 +60,7 @@ class PlanTimes:
         link = measured.network.between
         self._ran.pop(tuple(groups), None)
         self._ran[tuple(groups)] = _Ran(exposed_s, compute_slowdown, now_s, link, measured.compute_s)
-        self._ran = dict([*self._ran.items()][-NUM_PLANS:])
+        self._ran = dict([*self._ran.items()][-NUM_NEWEST:])
 
     def on(self, measured: Measured, now_s: float) -> dict[Groups, float]:
         """Return the seconds of a step of each plan that ran in the last MEMORY_S under conditions like `measured`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from cgx_ray.control.network.estimate import NOISE
 from cgx_ray.planner.cost import Link
 
 # Ratio of two bandwidths. Larger than the spread of an estimate that is sure (1.15x), so noise is no change.
@@ -20,8 +21,8 @@ LATENCY_CHANGE = 2.0
 MIN_LATENCY_CHANGE_S = 1e-3
 
 
-# Logarithm of the largest ratio to the level that adds no evidence: 1.2x is usual noise and slow drift.
-DRIFT = math.log(1.2)
+# Logarithm of the largest ratio to the level that adds no evidence.
+DRIFT = math.log(NOISE)
 # Logarithm of the largest ratio that counts in full. A huge deviation must still last for 1.1 s until ALARM.
 CLIP = math.log(3)
 # Evidence that raises an alarm, in units of logarithm times seconds: 2.1 s of a change by 2x.
@@ -37,10 +38,6 @@ MEMORY_S = 10.0
 MAX_SAMPLE_S = 3.0
 # Samples that an alarm needs at least, whatever they cover: one may always be an outlier.
 MIN_SAMPLES = 2
-# Ratios to the level that add no evidence for a rise, for sure: less than the exponential of DRIFT.
-_NO_EVIDENCE = 1.1
-# Ratio of compute from which a change is a reason to decide again.
-OTHER_COMPUTE = 1.2
 
 
 def network_cause(old: Link, new: Link) -> str | None:
@@ -158,7 +155,7 @@ class SlowRanks:
         """Add compute times over their median by rank; return whether `ranks` has changed."""
         before = self.ranks
         for rank, ratio in ratios.items():
-            if ratio < _NO_EVIDENCE and not self._evidence[rank]:
+            if ratio < NOISE and not self._evidence[rank]:
                 # Nearly all ranks, nearly always: nothing changes.
                 continue
             deviation = max(-CLIP, min(math.log(ratio), CLIP)) if ratio > 0 else -CLIP
@@ -185,7 +182,7 @@ class ComputeChanges:
     def cause(self, decided_s: float, compute_s: float) -> str | None:
         """Return in words how compute has changed since `acknowledge`, or None. `decided_s`: of the last decision."""
         shorter_s, longer_s = sorted((decided_s, compute_s))
-        if self._has_changed and longer_s >= OTHER_COMPUTE * shorter_s:
+        if self._has_changed and longer_s >= NOISE * shorter_s:
             return f"compute {_verb(decided_s, compute_s)} from {decided_s:.3f} to {compute_s:.3f} s"
         return None
 

@@ -8,6 +8,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+# Fewest values whose median no single one decides: of steps, of rates, of links.
+FEW = 3
+# Largest ratio of two values of the same thing: usual noise and slow drift.
+NOISE = 1.2
 # Largest ratio of a spread's ends with which an estimate counts as known. A wider spread says little and calls for a
 # probe. Bursts that fill a link of 100 or 200 Mbit/s have 1.04 to 1.09. On links of 1 and 2 Gbit/s that two cores do
 # not fill, their estimates are up to 20 % too low, with 1.12 to 1.25.

@@ -32,12 +32,12 @@ from collections.abc import Collection, Mapping
 from statistics import median, median_high
 from typing import TypeVar
 
-from cgx_ray.control.network.changes import is_other_latency
-from cgx_ray.control.network.estimate import Estimate
+from cgx_ray.control.network.changes import LINK_CHANGE, is_other_latency
+from cgx_ray.control.network.estimate import FEW, Estimate
 from cgx_ray.control.network.link_estimate import PassiveLink
 from cgx_ray.control.network.rate_ceiling import RateCeiling
 from cgx_ray.control.network.rate_estimates import slowest_rate
-from cgx_ray.control.network.topology import MIN_COMPARED_LINKS, SLOW_SHARE, SilentNodes, slow_links
+from cgx_ray.control.network.topology import SLOW_SHARE, K, SilentNodes, slow_links
 from cgx_ray.control.network.traffic import StepTraffic
 from cgx_ray.monitors.probe_schedule import BUDGET_S, ProbeSchedule
 from cgx_ray.monitors.sample import NodeSample
@@ -48,16 +48,12 @@ PROBE_HOLDS_S = 2 * BUDGET_S
 # Seconds for which a probed rate counts. While messages are not sure, every node has sent and received within three
 # minutes if the number of nodes is even, within five if it is odd.
 RATE_HOLDS_S = 5.5 * BUDGET_S
-# Ratio of the spread's ends up to which messages show a slow link clearly. With one slow uplink it was 1.2 to 1.5;
-# where few bursts named a link that was not slow, 3 and more.
-CLEAR_FACTOR = 1.5
 # Ratio of the median rates at which ranks send and receive, under which senders are slower, and from which both are
 # alike again. With uplinks of half the downlinks' rate it was 0.76 to 0.82, on other networks 0.93 or more.
 SENDERS_SLOWER, SENDERS_ALIKE = 0.85, 0.95
 # One-way latency in seconds before any was measured, and between workers of one host, where no probe runs: a loopback
 # round trip.
 DEFAULT_LATENCY_S = 50e-6
-K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -207,7 +203,7 @@ class KnownNetwork:
     def _compare_senders(self) -> bool:
         """Return whether ranks send more slowly than they receive. Ranks that share a node's link do not show it."""
         sent, messages = self._link.usual_sent, self._link.bandwidth
-        if sent is None or messages is None or self._link.slow or len(self._ranks) < MIN_COMPARED_LINKS:
+        if sent is None or messages is None or self._link.slow or len(self._ranks) < FEW:
             return False
         if any(len(ranks) > 1 for ranks in self._ranks.values()):
             return False
@@ -288,7 +284,7 @@ class KnownNetwork:
 
         ends = _by_end(links).values()
         # Few links are compared with those of the other end too.
-        is_comparable = any(len(own) >= MIN_COMPARED_LINKS for own in ends)
+        is_comparable = any(len(own) >= FEW for own in ends)
         slow = {link: rate for own in (ends if is_comparable else [links]) for link, rate in slow_links(own).items()}
         return {(end, node): rate for (end, node), rate in slow.items() if not is_faster(end, node, rate)}
 
@@ -296,7 +292,7 @@ class KnownNetwork:
     def _has_slow_link(self) -> bool:
         """True if messages show a slow link clearly, and probes from and to its node do not show that it is faster."""
         slow, messages = self._link.slow, self._link.bandwidth
-        if not slow or messages is None or messages.high > CLEAR_FACTOR * messages.low:
+        if not slow or messages is None or messages.high > LINK_CHANGE * messages.low:
             return False
         probed, faster = self._probed_links, set[int]()
         for node, ranks in self._ranks.items():

@@ -46,8 +46,8 @@ from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
-from cgx_ray.control.network.changes import ALARM, ChangeDetector
-from cgx_ray.control.network.estimate import NOT_SURE_FACTOR, Estimate, quantile, quantile_interval
+from cgx_ray.control.network.changes import ALARM, MIN_SAMPLES, ChangeDetector
+from cgx_ray.control.network.estimate import FEW, NOISE, NOT_SURE_FACTOR, Estimate, quantile, quantile_interval
 from cgx_ray.control.network.rate_estimates import (
     estimate_at_latency,
     estimate_from_bursts,
@@ -60,14 +60,10 @@ from cgx_ray.control.network.traffic import StepTraffic, gather_rates
 
 # Seconds of steps that estimates are made from. Long enough for quantiles, short enough to follow a drift.
 WINDOW_S = 10.0
-# Steps that are kept even if they cover more than WINDOW_S.
-MIN_STEPS = 3
 # Seconds between two estimates: with many ranks an estimate takes milliseconds.
 REFRESH_S = 0.5
 # Quantile of round trips that stands for the idle network; the very shortest may be an artefact of time stamps.
 FAST_TIME = 0.1
-# Fewest bursts that make one watched value, unless they are faster than before: one alone may be slow by chance.
-MIN_WATCHED_BURSTS = 2
 # Seconds without any burst after which a change of the exchanges counts: shorter ones lie between two bursts.
 QUIET_S = 0.5
 # Ratio of the link's rate before to that in a far slower step, or of latencies, from which the link is to blame.
@@ -76,12 +72,11 @@ OBVIOUS = 2.0
 LATENCY_FLOOR_S = 5e-4
 # Seconds per hop that a rank may wait for a processor, where ranks share them: a turn or two of the scheduler.
 TURN_S = 5e-3
-# Ratio of bytes and of hops up to which exchanges of two plans are compared, and the same on the mesh.
-ALIKE, ALIKE_ON_MESH = 2.0, 1.2
-# Evidence for a change of the bursts' rate while no card carries more than SHARED times the rate that bursts show:
+# Ratio of bytes and of hops up to which exchanges of two plans are compared; on the mesh it is NOISE.
+ALIKE = 2.0
+# Evidence for a change of the bursts' rate while no card carries more than NOISE times the rate that bursts show:
 # 1.1 s of a change by 2x, and 0.9 s if the rate rises, as messages are never faster than their link for long.
 BURST_ALARM, BURST_RELIEF_ALARM = 0.55, 0.45
-SHARED = 1.2
 # Factor on it while one does.
 SHARED_PATIENCE = ALARM / BURST_ALARM
 # Evidence (`changes.ALARM`) for another latency. Lower than for rates: the lesser of two latencies is watched, which
@@ -177,7 +172,7 @@ class PassiveLink:
         carried           bytes per second through the cards of the busiest node, infinite if unknown
         """
         self._window.append(traffic)
-        self._trim(WINDOW_S, MIN_STEPS)
+        self._trim(WINDOW_S, FEW)
         self._estimate_age_s += traffic.seconds
         latency_s = self._latency_or(probed_latency_s)
         watched = self._watched_latency(traffic) + self._watched_bursts(traffic, carried)
@@ -187,7 +182,7 @@ class PassiveLink:
         changed_s = [since_s for since_s in found[: None if self._is_quiet else len(watched)] if since_s is not None]
         if changed_s:
             self._forget_before(min(changed_s), {one.detector for one in exchanges})
-        if self._estimate_age_s >= REFRESH_S or len(self._window) <= MIN_STEPS:
+        if self._estimate_age_s >= REFRESH_S or len(self._window) <= FEW:
             self._estimate_age_s = 0.0
             self._refresh(probed_latency_s)
 
@@ -263,7 +258,7 @@ class PassiveLink:
         bursts, pairs = gather_rates(self._unwatched)
         new_down, new_up = link_rates(bursts, pairs)
         is_faster = self._are_faster(new_down)
-        if sum(map(len, bursts.values())) < MIN_WATCHED_BURSTS and not is_faster:
+        if sum(map(len, bursts.values())) < MIN_SAMPLES and not is_faster:
             if self._is_quiet:
                 self._unwatched.clear()
             return []
@@ -276,7 +271,7 @@ class PassiveLink:
         seconds = _seconds(self._unwatched)
         self._unwatched.clear()
         usual = median(new_down.values())
-        patience = SHARED_PATIENCE if carried > SHARED * usual else 1.0
+        patience = SHARED_PATIENCE if carried > NOISE * usual else 1.0
         return [
             _Watched(self._detectors["bursts"], usual, seconds, patience),
             _Watched(self._detectors["slowest"], slowest / middle, seconds),
@@ -298,7 +293,7 @@ class PassiveLink:
             self._exchange_detectors.clear()
         # On the mesh each hop may wait for a processor, which is no change of the network. With that, rates depend on
         # the size.
-        turn_s, ratio = (TURN_S, ALIKE_ON_MESH) if self._has_mesh else (0.0, ALIKE)
+        turn_s, ratio = (TURN_S, NOISE) if self._has_mesh else (0.0, ALIKE)
         # The fastest single exchange counts: processors are rarely busy during all of them.
         counted = [
             [replace(one, seconds=one.seconds + turn_s * one.hops)]

@@ -18,8 +18,6 @@ from cgx_ray.monitors.sample import Burst, HostLoad
 
 # Ratio to the highest rate that is possible up to which a rate counts as noise.
 MARGIN = 1.1
-# Share of a step's time of bursts above the probes from which the probes are not believed.
-MAX_SHARE = 0.5
 
 
 class RateCeiling:
@@ -65,7 +63,7 @@ class RateCeiling:
 def _under(bursts: Mapping[int, Sequence[Burst]], limit: float) -> dict[int, Sequence[Burst]]:
     """Return `bursts` without those above `limit`, or all if those are most of the time."""
     seconds = [(burst.seconds, burst.rate > limit) for found in bursts.values() for burst in found]
-    if sum(one for one, is_above in seconds if is_above) >= MAX_SHARE * sum(one for one, _ in seconds):
+    if 2 * sum(one for one, is_above in seconds if is_above) >= sum(one for one, _ in seconds):
         return dict(bursts)
     return {rank: [burst for burst in found if burst.rate <= limit] for rank, found in bursts.items()}
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 
 from cgx_ray.control.network.estimate import (
+    FEW,
     NOT_SURE_FACTOR,
     SURE_FACTOR,
     Z_95,
@@ -25,12 +26,8 @@ from cgx_ray.monitors.sample import Burst
 # tells the link; the very fastest bursts are artefacts of late time stamps. Bursts count by their length: a late stamp
 # changes a short one most.
 FAST_RATE = 0.85
-# The same for steps of which the shortest exchange of all ranks is known already.
-USUAL_RATE = 0.5
 # Fewer bursts than this give no estimate: a quantile needs a few values.
 MIN_BURSTS = 4
-# Fewer rates than this, of one sender, say nothing about its link: one alone is often that of a busy processor.
-MIN_SENT = 3
 # Beside a slow sender, a rank is not slow itself if others reach it at this share of the rate at which they reach the
 # rest. Through a downlink of a quarter of the rate, single messages came at up to 0.67; ranks that only waited were
 # reached at 0.76 or more.
@@ -66,7 +63,7 @@ def link_rates(
     for (sender, receiver), rates in pair_rates.items():
         num_rates[sender] += len(rates)
         sent[sender][receiver] = quantile(rates, FAST_RATE)
-    known = [sender for sender in sent if num_rates[sender] >= MIN_SENT and len(sent) > 1]
+    known = [sender for sender in sent if num_rates[sender] >= FEW and len(sent) > 1]
     up = {sender: fmean(sent[sender].values()) * (len(sent) - 1) for sender in known}
     if down and (slow_senders := slow_links(up)):
         sent_fast = [sent[sender] for sender in known if sender not in slow_senders]
@@ -178,6 +175,6 @@ def estimate_at_latency(
     if not is_pushed:
         return Estimate(value=usual[1], low=slow[0], high=fast[2], source="exchanges")
     low, value, _ = zip(*rates, strict=True)
-    low_end = quantile_interval(low, USUAL_RATE)[0]
+    low_end = quantile_interval(low, 0.5)[0]
     high_end = max(fast[2], NOT_SURE_FACTOR * low_end)
-    return Estimate(value=quantile(value, USUAL_RATE), low=low_end, high=high_end, source="exchanges")
+    return Estimate(value=median(value), low=low_end, high=high_end, source="exchanges")

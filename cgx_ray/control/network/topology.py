@@ -8,12 +8,12 @@ from collections.abc import Collection, Hashable, Mapping
 from statistics import median
 from typing import TypeVar
 
+from cgx_ray.control.network.estimate import FEW
+
 # Ratio of round trips that separates two levels, such as host, switch and site: within a level they differ by less.
 NEAR_FACTOR = 3.0
 # Fraction of the median rate under which a link is slow. Links of one kind differ by less, half the rate is slow.
 SLOW_SHARE = 0.6
-# Fewer links have no slow one: of two different links either could be the odd one.
-MIN_COMPARED_LINKS = 3
 
 K = TypeVar("K", bound=Hashable)
 
@@ -41,11 +41,11 @@ def clusters(round_trip_s: Mapping[tuple[int, int], float], factor: float = NEAR
 
 
 def slow_links(rate: Mapping[K, float], share: float = SLOW_SHARE) -> dict[K, float]:
-    """Return the links whose rate is under `share` of the median; none if there are fewer than MIN_COMPARED_LINKS.
+    """Return the links whose rate is under `share` of the median; none if there are fewer than FEW.
 
     rate  by rank, or by another key per link
     """
-    if len(rate) < MIN_COMPARED_LINKS:
+    if len(rate) < FEW:
         return {}
     usual = median(rate.values())
     return {key: value for key, value in rate.items() if value < share * usual}

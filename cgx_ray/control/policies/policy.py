@@ -33,8 +33,6 @@ from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, group
 
 # Searches per network, each of 3 to 260 ms, with thousands of layers 400.
 MAX_SEARCHES = 4
-# Share of the score below which a better plan is not searched for.
-TOLERANCE = 0.05
 
 
 # Seconds after a decision before a policy is asked again without any other cause. Rare enough to cost nothing, frequent
@@ -129,7 +127,7 @@ class PlannerInput:
                 best_s = min(best_s, errors.factor(plan.best.groups) * plan.best.score)
             used = [option for option in found.best.options if option in pool and option != DENSE]
             least = min((errors.option_factor(option) for option in pool), default=1.0)
-            if not used or least * found.best.score > best_s * (1 - TOLERANCE):
+            if not used or least * found.best.score > best_s * (1 - MIN_IMPROVEMENT):
                 break
             worst = max(map(errors.option_factor, used))
             pool = [option for option in pool if errors.option_factor(option) < worst]

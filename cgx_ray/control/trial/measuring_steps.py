@@ -12,17 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cgx_ray.control.learned.evidence import MAX_STEPS, Evidence, Verdict, verdict
+from cgx_ray.control.network.estimate import Z_95
 from cgx_ray.control.policies.policy import MAX_SLOWDOWN, Decision, Policy, Situation
 from cgx_ray.control.trial.outcome import PlanRecord
 from cgx_ray.plan import CodecSpec, Option, Plan, preferred_scheme
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
 
-# Judged steps, of all measuring steps.
-NUM_MEASURING_STEPS = 3
 # Steps from which a plan that seems slower than dense is compared with dense. Fewer are often slow by chance.
 SUSPECT_STEPS = 8
-# Standard errors from the promise's limit within which a plan is in doubt.
-WORTH = 2.0
 # Standard errors by which a plan must be over MAX_SLOWDOWN right after a comparison to be taken back. Less than
 # `evidence.SURE`: dense is what was promised, and costs little if the two are that near.
 COMPARED = 1.0
@@ -56,7 +53,7 @@ def is_worth_comparing(slowdown: Evidence, dense: Evidence, num_steps: int) -> b
     own_error = math.sqrt(max(slowdown.error**2 - dense.error**2, 0.0))
     is_suspect = slowdown.mean > math.log(MAX_SLOWDOWN) and num_steps >= SUSPECT_STEPS
     return (
-        verdict(slowdown, MAX_SLOWDOWN, WORTH) is Verdict.UNSURE
+        verdict(slowdown, MAX_SLOWDOWN, Z_95) is Verdict.UNSURE
         and (is_suspect or num_steps >= MAX_STEPS)
         and slowdown.mean > -math.log(MAX_SPEEDUP)
         # With dense known better than the plan, only more steps of the plan help.

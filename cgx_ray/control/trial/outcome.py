@@ -13,8 +13,6 @@ from cgx_ray.control.policies.policy import Decision
 
 # Steps of a new plan that are not judged: the first one still allocates buffers.
 WARM_UP_STEPS = 1
-# Steps that an outcome is the median of: one disturbed step changes nothing.
-JUDGED_STEPS = MIN_STEPS
 
 
 class PairedStep(NamedTuple):
@@ -65,7 +63,7 @@ class PendingOutcome:
     def add_step(self, step: JoinedStep) -> bool:
         """Add a step under the decision's plan; return whether there are enough steps to judge."""
         self._steps.append(step)
-        return len(self._steps) >= WARM_UP_STEPS + JUDGED_STEPS
+        return len(self._steps) >= WARM_UP_STEPS + MIN_STEPS
 
     @property
     def applied_step(self) -> int:

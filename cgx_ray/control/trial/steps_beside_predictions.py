@@ -9,13 +9,15 @@ from dataclasses import replace
 from itertools import takewhile
 from statistics import median
 
+from cgx_ray.control.gains.gain_watch import MIN_GAIN
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.learned.compute_slowdown import SideBySide
 from cgx_ray.control.learned.evidence import MAX_STEPS, MIN_STEPS, Evidence, evidence
 from cgx_ray.control.learned.learned_errors import LearnedErrors, undoable
 from cgx_ray.control.learned.measured import at_compute, is_dense, non_dense_options, timed_options
 from cgx_ray.control.learned.plan_times import PlanTimes
-from cgx_ray.control.network.changes import network_cause
+from cgx_ray.control.network.changes import MIN_SAMPLES, network_cause
+from cgx_ray.control.network.estimate import NOISE
 from cgx_ray.control.policies.policy import MIN_IMPROVEMENT
 from cgx_ray.control.trial.measuring_steps import is_worth_comparing
 from cgx_ray.control.trial.outcome import PairedStep, PlanRecord
@@ -27,14 +29,8 @@ from cgx_ray.planner.prediction import Measured, groups_of, period_of, predict
 # Error of the model (standard deviation of a logarithm) without any dense step, and on another network than the one
 # that dense steps were measured on.
 UNKNOWN_ERROR = 0.2
-# Ratio of measured and predicted seconds, either way, that is a surprise.
-SURPRISE = 1.2
 # Ratio of bandwidths from which a link has drifted. Estimates of the same link differ by less (`SURE_FACTOR`).
 DRIFT = 1.25
-# Steps in a row that take about as long (SURPRISE) from which they show how long a plan takes on another network.
-MIN_ALIKE = 2
-# Least share of a dense step's progress that a plan counts as keeping.
-MIN_KEPT = 1e-3
 # Least seconds that a codec is taken to need: a clock cannot measure less.
 MIN_CODEC_S = 1e-7
 
@@ -151,7 +147,7 @@ class StepsBesidePredictions:
         over_plan, over_dense, kept = math.log(step.step_s / predicted.step_s), 0.0, 1.0
         if not predicted.is_dense:
             # Errors by layer may say that the plan in force keeps nothing.
-            kept = 1.0 if predicted.efficiency is None else max(predicted.efficiency, MIN_KEPT)
+            kept = 1.0 if predicted.efficiency is None else max(predicted.efficiency, MIN_GAIN)
             over_dense = math.log(step.step_s / kept / predict(own, self.dense_groups).step_s)
         return PairedStep(step.step_s, step.compute_s, step.codec_s, over_plan, over_dense, math.log(kept))
 
@@ -172,9 +168,9 @@ class StepsBesidePredictions:
         self.plan_times.undo(now_s)
         self._learned = []
         window = self.record.window
-        alike = [*takewhile(lambda one: 1 / SURPRISE < one.step_s / window[-1].step_s < SURPRISE, reversed(window))]
+        alike = [*takewhile(lambda one: 1 / NOISE < one.step_s / window[-1].step_s < NOISE, reversed(window))]
         window.clear()
-        if len(alike) >= MIN_ALIKE:
+        if len(alike) >= MIN_SAMPLES:
             self._note_plan(alike, measured, now_s)
 
     def compute_changed(self) -> None:
@@ -252,7 +248,7 @@ class StepsBesidePredictions:
             for groups, step_s in self.plan_times.on(measured, now_s).items()
             if period_of(groups) <= measured.max_period
         }
-        pace_s = {groups: one / (predict(measured, groups).efficiency or MIN_KEPT) for groups, one in plan_s.items()}
+        pace_s = {groups: one / (predict(measured, groups).efficiency or MIN_GAIN) for groups, one in plan_s.items()}
         own_s = pace_s.get(self._groups)
         return own_s is not None and min(pace_s.values()) < (1 - MIN_IMPROVEMENT) * own_s
 
@@ -290,7 +286,7 @@ class StepsBesidePredictions:
         """
         window = self.record.window
         # A step unlike the others: something is changing, and the policy will soon be asked.
-        if abs(window[-1].over_plan - median(step.over_plan for step in window)) > math.log(SURPRISE):
+        if abs(window[-1].over_plan - median(step.over_plan for step in window)) > math.log(NOISE):
             return False
         if not is_worth_comparing(slowdown, self._dense_error(measured), len(window)):
             return False
