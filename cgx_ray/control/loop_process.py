@@ -42,14 +42,13 @@ logger = logging.getLogger(__name__)
 
 # Seconds for which work is gathered before it is sent together: to send each report of 512 nodes by itself costs more.
 GATHER_S = 0.02
-# Longest time between two looks at whether samples come, in seconds.
+# Longest time between two looks at whether samples come, and between two settings of all metrics, in seconds: as often
+# as nodes report.
 WATCH_S = 1.0
 # Seconds the actor waits after the loop's process has ended, since Ray ends children first.
 END_S = 0.5
 # Seconds between two snapshots of the history without a new plan: as much may be learned again after a crash.
 SNAPSHOT_INTERVAL_S = 60.0
-# Seconds between two settings of all metrics: as often as nodes report.
-METRICS_INTERVAL_S = 1.0
 # Longest wait for the last lines of the journal, in seconds. They take milliseconds unless the file system hangs.
 # Less than callers wait for an answer, see HISTORY_TIMEOUT_S and FAULT_S of `ray_train`.
 FLUSH_S = 2.0
@@ -324,7 +323,7 @@ class _KeptLoop:
             self._snapshot_s = now_s
         if is_new:
             self._newest, plans = newest, tuple(self.loop.plans[-KEPT_PLANS:])
-        if self.loop.is_registered and now_s >= self._facts_s + METRICS_INTERVAL_S:
+        if self.loop.is_registered and now_s >= self._facts_s + WATCH_S:
             self._facts_s = now_s
             facts = self.loop.facts(), self._journal.num_errors
         return News(plans, facts, tuple(self._logged.get() for _ in range(self._logged.qsize())))

@@ -38,15 +38,6 @@ def test_ten_minutes_of_noise_and_bursts_of_2_s_raise_no_alarm(seed: int) -> Non
     assert [second for second, value in enumerate(values) if detector.add_sample(value, 1.0) is not None] == []
 
 
-def test_a_change_for_the_better_is_noticed_within_2_s_and_one_for_the_worse_is_not() -> None:
-    for better, factor, allowed_s in ((1, 2.0, 2.0), (-1, 0.5, 2.0), (1, 0.5, 3.0), (-1, 2.0, 3.0)):
-        detector = ChangeDetector(better)
-        assert not any(detector.add_sample(value, 0.25) for value in noisy(7.0, 80))
-        found = [detector.add_sample(value, 0.25) for value in noisy(7.0 * factor, 20, seed=1)]
-        noticed_s = 0.25 * (1 + [since_s is not None for since_s in found].index(True))
-        assert allowed_s - 1.0 < noticed_s <= allowed_s, (better, factor, noticed_s)
-
-
 def test_evidence_that_no_longer_grows_raises_no_alarm_when_less_is_needed_again() -> None:
     detector = ChangeDetector(alarm=0.75)
     assert [detector.add_sample(7.0, 0.5) for _ in range(20)] == [None] * 20
@@ -64,13 +55,6 @@ def test_one_sample_says_as_much_as_several_that_cover_the_same_time() -> None:
         assert fine.add_sample(1.0, 0.1) is None
     found = [fine.add_sample(2.0, 0.1) for _ in range(25)]
     assert [since_s is not None for since_s in found].index(True) in (19, 20)
-
-
-def test_a_run_of_steps_of_20_ms_is_learned_in_ten_of_them() -> None:
-    detector = ChangeDetector()
-    assert [detector.add_sample(1.0, 0.02) for _ in range(60)] == [None] * 60
-    found = [detector.add_sample(0.1, 0.03) for _ in range(60)]
-    assert [since_s is not None for since_s in found].index(True) <= 46
 
 
 def test_a_slow_drift_is_followed_without_alarm() -> None:

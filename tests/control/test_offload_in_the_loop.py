@@ -94,11 +94,11 @@ def test_groups_of_earlier_journals_have_their_device_beside_the_option() -> Non
 
 def test_an_offloaded_option_has_an_error_and_codec_times_of_its_own() -> None:
     errors, on_host = LearnedErrors(), SRA.on("cpu")
-    errors.learn_step((PlannedGroup.of(LAYERS, SRA),), math.log(3), 1000, 0.0)
+    errors.learn_step((PlannedGroup.of(LAYERS, SRA),), math.log(3), 0.0)
     assert errors.option_factor(SRA) == pytest.approx(3, rel=0.01)
     assert errors.option_factor(on_host) == 1.0
     assert LearnedErrors.read(errors.recorded()).option_factor(SRA) == errors.option_factor(SRA)
-    errors.learn_step((PlannedGroup.of(LAYERS, on_host),), math.log(1.5), 1000, 0.0)
+    errors.learn_step((PlannedGroup.of(LAYERS, on_host),), math.log(1.5), 0.0)
     assert errors.option_factor(on_host) == pytest.approx(1.5, rel=0.01)
     assert errors.option_factor(SRA) == pytest.approx(3, rel=0.01)
     calibrated = {str(SRA.codec): COST, host_name(SRA.codec): COST}

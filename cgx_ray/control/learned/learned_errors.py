@@ -19,10 +19,6 @@ MEMORY_S = 600.0
 # Seconds before the notice of another network in which errors may have been learned from it: a change is noticed after
 # 2 to 5 s, a slow drift later.
 LATE_NOTICE_S = 15.0
-# Steps that an earlier error counts as when new steps are added to it.
-EARLIER_STEPS = 1.0
-# Largest factor by which one outcome corrects a codec's times. Calibration may overstate them 300 times.
-MAX_CODEC_CORRECTION = 1000.0
 
 T = TypeVar("T")
 
@@ -76,13 +72,13 @@ class LearnedErrors:
     def option_factor(self, option: Option) -> float:
         return math.exp(self._log(option))
 
-    def learn_step(self, groups: Sequence[PlannedGroup], log_ratio: float, num_steps: int, now_s: float) -> None:
-        """Add `num_steps` steps, whose measured over predicted seconds have the mean logarithm `log_ratio`."""
+    def learn_step(self, groups: Sequence[PlannedGroup], log_ratio: float, now_s: float) -> None:
+        """Add steps whose measured over predicted seconds have the mean logarithm `log_ratio`: the newest count."""
         self._before = [*undoable(self._before, now_s), (now_s, dict(self._steps))]
         shares = _counted_shares(groups)
         before = {option: self._log(option) for option in shares}
         miss = log_ratio - math.fsum(share * before[option] for option, share in shares.items())
-        weight = num_steps / (num_steps + EARLIER_STEPS) / math.fsum(share**2 for share in shares.values())
+        weight = 1 / math.fsum(share**2 for share in shares.values())
         for option, share in shares.items():
             self._steps[option] = before[option] + weight * share * miss, now_s
 
@@ -100,10 +96,8 @@ class LearnedErrors:
 
     def learn_codecs(self, codecs: Iterable[str], ratio: float) -> None:
         """Correct the times of `codecs`, which took `ratio` times as long as predicted with the present correction."""
-        limit = math.log(MAX_CODEC_CORRECTION)
-        before = {codec: self._codecs.get(codec, 0.0) for codec in codecs}
-        for codec, log in before.items():
-            self._codecs[codec] = log + min(max(math.log(ratio), -limit), limit)
+        for codec in codecs:
+            self._codecs[codec] = self._codecs.get(codec, 0.0) + math.log(ratio)
 
     def is_timed(self, codec: str) -> bool:
         """Return whether `codec` was timed in steps of this training."""

@@ -27,13 +27,10 @@ DRIFT = math.log(NOISE)
 CLIP = math.log(3)
 # Evidence that raises an alarm, in units of logarithm times seconds: 2.1 s of a change by 2x.
 ALARM = 1.05
-# Evidence for a change for the better: 1.5 s of a change by 2x. Lower, as nothing makes a network faster for a moment.
-RELIEF_ALARM = 0.75
-# Seconds, and samples if these come faster, from which the first level is learned before anything can be a change.
+# Seconds from which the first level is learned before anything can be a change.
 LEARN_S = 2.0
-LEARN_SAMPLES = 10
-# Seconds over which the level follows the samples while there is no evidence of a change.
-MEMORY_S = 10.0
+# Seconds of steps that estimates and levels are made from. Long enough for quantiles, short enough to follow a drift.
+WINDOW_S = 10.0
 # Largest number of seconds that one sample counts for, so that a single long step does not outweigh many others.
 MAX_SAMPLE_S = 3.0
 # Samples that an alarm needs at least, whatever they cover: one may always be an outlier.
@@ -70,23 +67,14 @@ class ChangeDetector:
     After an alarm the new level is the mean of the samples since the evidence began to grow.
     """
 
-    def __init__(
-        self,
-        better: int = 0,
-        alarm: float = ALARM,
-        relief_alarm: float = RELIEF_ALARM,
-        learn_s: float = LEARN_S,
-    ) -> None:
+    def __init__(self, alarm: float = ALARM, learn_s: float = LEARN_S) -> None:
         """
-        better        1 if a rise is an improvement that never lasts for a moment only, -1 if a fall is, 0 if neither
-        alarm         evidence needed for a change that is not an improvement
-        relief_alarm  evidence needed for an improvement
-        learn_s       seconds over which the first level is learned; the very first sample always sets it
+        alarm    evidence needed for a change
+        learn_s  seconds over which the first level is learned; the very first sample always sets it
         """
-        self._better, self._alarm, self._relief_alarm, self._learn_s = better, alarm, relief_alarm, learn_s
+        self._alarm, self._learn_s = alarm, learn_s
         self._level: float | None = None
         self._seconds = 0.0
-        self._num_samples = 0
         self._up = _Evidence()
         self._down = _Evidence()
 
@@ -100,14 +88,12 @@ class ChangeDetector:
         if not 0 < value < math.inf:
             raise ValueError(f"value {value!r} has no logarithm; give a positive number")
         log_value, seconds = math.log(value), min(seconds, MAX_SAMPLE_S)
-        self._num_samples += 1
-        if self._level is None or (self._seconds < self._learn_s and self._num_samples <= LEARN_SAMPLES):
+        if self._level is None or self._seconds < self._learn_s:
             self._learn(log_value, seconds)
             return None
         for evidence, sign in ((self._up, 1), (self._down, -1)):
             has_grown = evidence.add_sample(sign * (log_value - self._level), log_value, seconds)
-            alarm = patience * (self._relief_alarm if sign == self._better else self._alarm)
-            if has_grown and evidence.num_samples >= MIN_SAMPLES and evidence.amount >= alarm:
+            if has_grown and evidence.num_samples >= MIN_SAMPLES and evidence.amount >= patience * self._alarm:
                 since_s = evidence.seconds
                 # Some of these samples may be from before the change, so the level goes on learning.
                 self._level, self._seconds = evidence.sum / since_s, min(since_s, LEARN_S)
@@ -119,7 +105,7 @@ class ChangeDetector:
 
     def _learn(self, log_value: float, seconds: float) -> None:
         level = self._level if self._level is not None else log_value
-        self._seconds = min(self._seconds + seconds, MEMORY_S)
+        self._seconds = min(self._seconds + seconds, WINDOW_S)
         self._level = level + (log_value - level) * min(1.0, seconds / self._seconds)
 
 

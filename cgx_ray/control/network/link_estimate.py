@@ -26,11 +26,10 @@ The estimates over a window of ten seconds:
 
 One step is enough if it took several times as long as those before and its messages show why (`restart_if_slower`).
 Otherwise a CUSUM test (`changes.ChangeDetector`) watches these quantities, and needs two steps. After a change all
-observations older than the change are dropped. A rate that falls by 2x is noticed after 1.1 s, one that doubles after
-0.9 s, and a latency after 0.8 s. While a node's cards carry more than the bursts show, as with several ranks or beside
-another program, a fall of the rate needs 2.1 s and a rise 1.7: so a neighbour's burst of 2 s that fills the link is not
-a change. Exchanges show a change only while there are no bursts: a fall after 2.1 s, a rise after 1.5. On the mesh only
-what TURN_S per hop does not explain counts.
+observations older than the change are dropped. A rate or a latency that changes by 2x is noticed after 1.1 s. While a
+node's cards carry more than the bursts show, as with several ranks or beside another program, another rate needs 2.1 s:
+so a neighbour's burst of 2 s that fills the link is not a change. Exchanges show a change only while there are no
+bursts, after 2.1 s. On the mesh only what TURN_S per hop does not explain counts.
 
 Bandwidth counts payload, which is 95.6 % of the rate of 1500-byte frames. Where all uplinks are slower than all
 downlinks, a receiver observes more than the senders can sustain (`KnownNetwork`).
@@ -46,7 +45,7 @@ from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
-from cgx_ray.control.network.changes import ALARM, MIN_SAMPLES, ChangeDetector
+from cgx_ray.control.network.changes import ALARM, MIN_SAMPLES, WINDOW_S, ChangeDetector
 from cgx_ray.control.network.estimate import FEW, NOISE, NOT_SURE_FACTOR, Estimate, quantile, quantile_interval
 from cgx_ray.control.network.rate_estimates import (
     estimate_at_latency,
@@ -58,8 +57,6 @@ from cgx_ray.control.network.rate_estimates import (
 from cgx_ray.control.network.topology import clusters, slow_links
 from cgx_ray.control.network.traffic import StepTraffic, gather_rates
 
-# Seconds of steps that estimates are made from. Long enough for quantiles, short enough to follow a drift.
-WINDOW_S = 10.0
 # Seconds between two estimates: with many ranks an estimate takes milliseconds.
 REFRESH_S = 0.5
 # Quantile of round trips that stands for the idle network; the very shortest may be an artefact of time stamps.
@@ -74,14 +71,11 @@ LATENCY_FLOOR_S = 5e-4
 TURN_S = 5e-3
 # Ratio of bytes and of hops up to which exchanges of two plans are compared; on the mesh it is NOISE.
 ALIKE = 2.0
-# Evidence for a change of the bursts' rate while no card carries more than NOISE times the rate that bursts show:
-# 1.1 s of a change by 2x, and 0.9 s if the rate rises, as messages are never faster than their link for long.
-BURST_ALARM, BURST_RELIEF_ALARM = 0.55, 0.45
+# Evidence for another latency, and for another rate of the bursts while no card carries more than NOISE times the rate
+# that bursts show: 1.1 s of a change by 2x.
+QUICK_ALARM = 0.55
 # Factor on it while one does.
-SHARED_PATIENCE = ALARM / BURST_ALARM
-# Evidence (`changes.ALARM`) for another latency. Lower than for rates: the lesser of two latencies is watched, which
-# already ignores single steps.
-LATENCY_ALARM = 0.36
+SHARED_PATIENCE = ALARM / QUICK_ALARM
 # Evidence for another ratio of the slowest link to the usual one. Higher than for rates, since a neighbour's burst, and
 # the queues it leaves, slow one link for longer than all links together.
 SLOW_ALARM = 2.0
@@ -310,7 +304,7 @@ class PassiveLink:
             for other in self._exchange_detectors
             if all(a < ratio * b and b < ratio * a for a, b in zip(other, key, strict=True))
         )
-        detector = self._exchange_detectors.setdefault(next(alike, key), ChangeDetector(better=1))
+        detector = self._exchange_detectors.setdefault(next(alike, key), ChangeDetector())
         return [_Watched(detector, rate.value, traffic.seconds)]
 
     def _trim(self, seconds: float, num_steps: int) -> None:
@@ -355,9 +349,9 @@ class PassiveLink:
 
 def _new_detectors() -> dict[str, ChangeDetector]:
     return {
-        "latency": ChangeDetector(alarm=LATENCY_ALARM),
-        "bursts": ChangeDetector(better=1, alarm=BURST_ALARM, relief_alarm=BURST_RELIEF_ALARM),
-        "slowest": ChangeDetector(better=1, alarm=SLOW_ALARM),
+        "latency": ChangeDetector(alarm=QUICK_ALARM),
+        "bursts": ChangeDetector(alarm=QUICK_ALARM),
+        "slowest": ChangeDetector(alarm=SLOW_ALARM),
     }
 
 

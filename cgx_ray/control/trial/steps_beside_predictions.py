@@ -225,7 +225,7 @@ class StepsBesidePredictions:
             self.record.shift(math.log(corrected.step_s / before.step_s))
         self._learned = [*undoable(self._learned, now_s), (now_s, measured.network.between)]
         self._note_plan(window, measured, now_s)
-        self.errors.learn_step(self._groups, evidence([step.over_plan for step in window]).mean, len(window), now_s)
+        self.errors.learn_step(self._groups, evidence([step.over_plan for step in window]).mean, now_s)
         return untimed
 
     def _others_s(self, measured: Measured, codecs: Collection[str]) -> float:
