@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 from support.control_runs import COSTS, LAYERS, WORLD, start
 
+from cgx_ray.control.learned.evidence import MAX_STEPS, Evidence
 from cgx_ray.control.learned.learned_errors import LearnedErrors
 from cgx_ray.control.learned.measured import is_dense
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.policy import PlannerInput, Situation
+from cgx_ray.control.trial.outcome import PairedStep
+from cgx_ray.control.trial.steps_beside_predictions import StepsBesidePredictions
 from cgx_ray.plan import DENSE, Option, Plan, Scheme, make_plan
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.prediction import Measured, groups_of
@@ -63,6 +66,23 @@ def test_dense_is_ddps_plan_on_a_link_that_goes_back_and_forth() -> None:
         found = PlannerInput(now=states[0], states=states, dense_groups=dense).best(options, 0.0)
         assert found.dense.groups == dense
         assert found.best.groups == dense or not found.best.is_dense
+
+
+def test_comparisons_without_a_verdict_become_rarer() -> None:
+    compressed = make_plan(LAYERS, version=1, world_size=WORLD, codec="bf16", scheme=Scheme.SRA)
+    steps = StepsBesidePredictions(LAYERS, compressed, ddp_plan(), COSTS)
+    now, unsure = measured(1.0), Evidence(0.0, 0.25)
+    steps.record.window.extend([PairedStep(1.0, 0.5, 0.0, 0.0, 0.0)] * MAX_STEPS)
+    steps.record.num_steps = MAX_STEPS
+    assert steps.grants_comparison(unsure, now)
+    for num_new in (40, 80, 160):
+        steps.record.num_steps = num_new - 1
+        assert not steps.grants_comparison(unsure, now)
+        steps.record.num_steps = num_new
+        assert steps.grants_comparison(unsure, now)
+    steps.start_plan(replace(compressed, version=2), None, is_measuring=False)
+    steps.record.window.extend([PairedStep(1.0, 0.5, 0.0, 0.0, 0.0)] * MAX_STEPS)
+    assert steps.grants_comparison(unsure, now), "another plan"
 
 
 @pytest.mark.parametrize("slowdown", [1.36, 1.4])

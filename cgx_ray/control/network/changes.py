@@ -10,17 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from cgx_ray.control.network.estimate import NOISE
+from cgx_ray.control.network.estimate import NOISE, WORK_S
 from cgx_ray.planner.cost import Link
 
 # Ratio of two bandwidths. Larger than the spread of an estimate that is sure (1.15x), so noise is no change.
 LINK_CHANGE = 1.5
 # Ratio of two latencies. Larger than for bandwidths, since busy processors add to latencies.
 LATENCY_CHANGE = 2.0
-# Least difference of two latencies, seconds: below it a busy processor explains the difference.
-MIN_LATENCY_CHANGE_S = 1e-3
-
-
 # Logarithm of the largest ratio to the level that adds no evidence.
 DRIFT = math.log(NOISE)
 # Logarithm of the largest ratio that counts in full. A huge deviation must still last for 1.1 s until ALARM.
@@ -49,7 +45,7 @@ def network_cause(old: Link, new: Link) -> str | None:
 
 
 def is_other_latency(old_s: float, new_s: float) -> bool:
-    return abs(new_s - old_s) > MIN_LATENCY_CHANGE_S and not 1 / LATENCY_CHANGE < new_s / old_s < LATENCY_CHANGE
+    return abs(new_s - old_s) > WORK_S and not 1 / LATENCY_CHANGE < new_s / old_s < LATENCY_CHANGE
 
 
 def _verb(old: float, new: float) -> str:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 FEW = 3
 # Largest ratio of two values of the same thing: usual noise and slow drift.
 NOISE = 1.2
+# Seconds that a busy processor may add to a message. Shorter exchanges say little about the network.
+WORK_S = 1e-3
 # Largest ratio of a spread's ends with which an estimate counts as known. A wider spread says little and calls for a
 # probe. Bursts that fill a link of 100 or 200 Mbit/s have 1.04 to 1.09. On links of 1 and 2 Gbit/s that two cores do
 # not fill, their estimates are up to 20 % too low, with 1.12 to 1.25.

@@ -12,6 +12,7 @@ from cgx_ray.control.network.estimate import (
     FEW,
     NOT_SURE_FACTOR,
     SURE_FACTOR,
+    WORK_S,
     Z_95,
     Estimate,
     quantile,
@@ -38,8 +39,6 @@ MIN_SURE_BURSTS = 12
 SIZE_FACTOR = 4.0
 # Fastest exchanges of each size that are fitted, at most a third of them: the others contain delays by processors.
 FITTED_PER_SIZE = 5
-# Seconds per hop that busy processors may add to an exchange. Shorter exchanges say little about the network.
-HOP_WORK_S = 1e-3
 # Seconds per byte that processors need to encode or copy. A link that looks about as fast may be faster.
 BYTE_WORK_S = 2e-8
 # Least share of a measured time that is kept when latency is subtracted, so that the rest stays positive.
@@ -156,7 +155,7 @@ def estimate_at_latency(
     """Return the bandwidth under the assumption that a message takes `latency_s`, or None without exchanges.
 
     All exchanges of a step count as one, since small ones say little. The spread reaches from the rate with no
-    latency to the rate with HOP_WORK_S more per hop, so an estimate from short exchanges is not sure.
+    latency to the rate with WORK_S more per hop, so an estimate from short exchanges is not sure.
 
     is_pushed  senders do not wait for receivers. Then the last rank finds the messages of the others already there, in
                some steps all of them. So the median step counts instead of the fast ones, and nothing is sure
@@ -167,7 +166,7 @@ def estimate_at_latency(
             sum(getattr(one, name) for one in exchanges) for name in ("hops", "num_bytes", "seconds")
         )
         if num_bytes > 0 and seconds > 0:
-            left_s = (seconds, seconds - hops * latency_s, seconds - hops * (latency_s + HOP_WORK_S))
+            left_s = (seconds, seconds - hops * latency_s, seconds - hops * (latency_s + WORK_S))
             rates.append([num_bytes / max(left, MIN_LEFT * seconds) for left in left_s])
     if not rates:
         return None
