@@ -29,8 +29,6 @@ from cgx_ray.planner.prediction import Measured, groups_of, period_of, predict
 # Error of the model (standard deviation of a logarithm) without any dense step, and on another network than the one
 # that dense steps were measured on.
 UNKNOWN_ERROR = 0.2
-# Ratio of bandwidths from which a link has drifted. Estimates of the same link differ by less (`SURE_FACTOR`).
-DRIFT = 1.25
 # Least seconds that a codec is taken to need: a clock cannot measure less.
 MIN_CODEC_S = 1e-7
 
@@ -191,7 +189,7 @@ class StepsBesidePredictions:
         """
         self._learned = undoable(self._learned, now_s)
         ratios = [link.beta_s_per_byte / before.beta_s_per_byte for _, before in self._learned]
-        if all(1 / DRIFT < ratio < DRIFT for ratio in ratios):
+        if all(1 / NOISE < ratio < NOISE for ratio in ratios):
             return False
         self.record.window.clear()
         self._learned = []
