@@ -10,7 +10,7 @@ from support.control_runs import LAYERS, QUIET, WORLD, journal, registration, st
 
 from cgx_ray.control.learned.evidence import MIN_STEPS
 from cgx_ray.control.learned.learned_errors import MEMORY_S
-from cgx_ray.control.learned.measured import is_dense, non_dense_options
+from cgx_ray.control.learned.measured import compressing_options, is_dense, non_dense_options
 from cgx_ray.control.network.estimate import FEW
 from cgx_ray.control.trial.bans import BAN_S, Bans
 from cgx_ray.control.trial.outcome import WARM_UP_STEPS
