@@ -198,9 +198,12 @@ class WorkerGroupState:
         return True
 
     def _is_far_slower(self, step: JoinedStep) -> bool:
-        """Return whether `step` took FAR_SLOWER times as long as those before it under the same plan."""
-        before = [one.step_s for one in self._recent if {one.plan_version, step.plan_version} <= self._versions]
-        return len(before) >= FEW and step.step_s >= FAR_SLOWER * median(before)
+        """Return whether `step` took FAR_SLOWER times as long as those before it; under a new plan, as predicted."""
+        if step.plan_version not in self._versions:
+            return False
+        before = [one.step_s for one in self._recent if one.plan_version in self._versions]
+        usual_s = median(before) if len(before) >= FEW else self._predicted_s
+        return usual_s is not None and step.step_s >= FAR_SLOWER * usual_s
 
     @property
     def may_accept(self) -> bool:

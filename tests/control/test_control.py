@@ -123,6 +123,18 @@ def test_where_some_ranks_share_memory_nodes_sum_before_they_exchange(tmp_path: 
     assert Intra.FLAT not in {group.option.intra for group in run.loop.plans[-1].groups}
 
 
+@pytest.mark.parametrize("num_steps", [FEW - 1, 10])
+def test_one_step_shows_that_the_rate_fell_tenfold_also_just_after_a_switch(tmp_path: Path, num_steps: int) -> None:
+    run = start(tmp_path)
+    run.gbps, run.compute_s = 0.5, 0.05
+    (first,) = run.run(FEW)
+    assert first.kind == "replace"
+    assert {one.kind for one in run.run(num_steps)} <= {"keep"}
+    run.gbps = 0.05
+    (decision,) = run.run(1)
+    assert "bandwidth fell from 500 Mbit/s to 50 Mbit/s" in decision.reason
+
+
 def test_a_tenfold_latency_is_a_cause(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.run(20)
