@@ -31,7 +31,7 @@ from cgx_ray.session import ddp
 from cgx_ray.session.agree import GatheredGroup, agree_on_settings, watch
 from cgx_ray.session.attachment import Attachment, own_groups, process
 from cgx_ray.session.local_control import LocalControl
-from cgx_ray.session.settings import MAX_TIMEOUT_S, POLICY_ARGUMENTS, Settings
+from cgx_ray.session.settings import MAX_TIMEOUT_S, POLICY_ARGUMENTS, VARIABLE, Off, Settings, policy_variable
 from cgx_ray.torch_compat import longest_timeout_s, uncompiled
 from cgx_ray.units import format_count
 
@@ -88,6 +88,9 @@ def attach(
     more           all else that CGXConfig takes, by the same names, such as `exclude`, `overrides` and `seed`; with a
                    policy by name also its arguments, such as `fidelity`
 
+    The environment variable CGX_POLICY overrules `policy`, `plan` and the arguments of a policy. If it is "off", the
+    model stays as it is, and the attachment does nothing.
+
     Codecs' memory follows the loss scale. If the scale cannot be known, backward with a codec that has memory (topk,
     powersgd, ef_signsgd, ...) raises CGXError: losses of one backward pass have several scales; a scale is 0, Inf or
     NaN; or a GradScaler is updated although no loss that its `scale()` returned went through backward.
@@ -101,6 +104,11 @@ def attach(
     more |= {"weight_check_steps": weight_check_steps, "average_weights": average_weights}
     more |= {"codec": codec, "scheme": scheme, "intra": intra, "period": period}
     choice = {name: more.pop(name) for name in POLICY_ARGUMENTS if name in more}
+    if policy_variable() == "adaptive":
+        plan = None
+        if process.session is not None:
+            # Only the policy of CGXConfig can decide there.
+            policy, choice = None, {}
     make_settings = partial(_settings, policy, folder, plan, choice, more)
     asks, model = all(one is None for one in (policy, plan, *choice.values())), uncompiled(model)
     process.attachment = _attach(model, plan, make_settings, folder, parameters, scaler, asks_controller=asks)
@@ -132,6 +140,8 @@ def _settings(
     _check_given(policy, folder, plan, given, others)
     settings = session.settings if session is not None else Settings(policy="static", timeout_s=_usual_timeout_s())
     settings = replace(settings, **others)
+    if isinstance(settings.policy, Off):
+        return settings
     if policy is not None:
         settings = replace(settings, policy=policy, **given)
         if settings.decides and session is not None:
@@ -205,15 +215,14 @@ def _attach(
         )
     if not has_group or dist.get_world_size() == 1:
         make_settings()
-        alone = Attachment(None)
-        if process.session is not None:
-            process.session.start(alone)
-        return alone
+        return _unattached()
     # The engine's thread could not write to memory that is made in inference mode.
     with torch.inference_mode(mode=False), own_groups() as groups, ExitStack() as undo:
         settings, world = _agreed_settings(make_settings, folder, groups)
         process.close_old()
         with world.gather.sharing_errors():
+            if isinstance(settings.policy, Off):
+                return _left_alone(world)
             lifeline = watch(world, settings.silent_s, settings.timeout_s)
             undo.callback(lifeline.close)
             control = None
@@ -243,6 +252,24 @@ def _attach(
             "TorchTrainer torch_config=cgx_ray.CGXConfig(), or give attach a codec",
             settings.policy.option.describe() if isinstance(settings.policy, Static) else settings.policy,
         )
+    return attachment
+
+
+def _unattached() -> Attachment:
+    """Return the attachment of a model that exchanges nothing through cgx_ray."""
+    attachment = Attachment(None)
+    if process.session is not None:
+        process.session.start(attachment)
+    return attachment
+
+
+def _left_alone(world: GatheredGroup) -> Attachment:
+    """Return the attachment of a model that keeps DDP's own sums. `world` is needed no more."""
+    attachment = _unattached()
+    world.gather(None)
+    dist.destroy_process_group(world.group)
+    if dist.get_rank() == 0:
+        logger.info("%s=off: DDP averages the gradients, as without cgx_ray", VARIABLE)
     return attachment
 
 

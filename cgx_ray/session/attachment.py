@@ -68,8 +68,8 @@ class Attachment:
     is_closed  True once `close` was called, or the model is gone
     control    decides in a run without Ray; None in others, and if one codec or plan is kept
 
-    At world size 1 it exchanges nothing. The state of more ranks that it loads is kept for the next checkpoint, so that
-    their residuals are not lost if there are more workers again.
+    At world size 1, and with CGX_POLICY=off, it exchanges nothing. The state that it loads is kept for the next
+    checkpoint, so that residuals are not lost if there are more workers again, or cgx_ray is on again.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Attachment:
         self._num_added = 0
 
     def __repr__(self) -> str:
-        doing = self.plan.describe() if self.plan is not None else "one worker, nothing to exchange"
+        doing = self.plan.describe() if self.plan is not None else "nothing is exchanged"
         return f"<Attachment: {'closed' if self.is_closed else doing}>"
 
     @property
@@ -114,7 +114,7 @@ class Attachment:
 
     @property
     def plan(self) -> Plan | None:
-        """Plan in force; None at world size 1."""
+        """Plan in force; None if nothing is exchanged."""
         return self._engine.plan if self._engine is not None else None
 
     @property
@@ -151,10 +151,12 @@ class Attachment:
         self._engine.trace = StepTrace(Path(path), dist.get_rank(), first_step, last_step)
 
     def hold(self, plan: Plan) -> None:
-        """Offer a newer plan, as `Engine.hold` does. It takes effect once every rank has been offered it."""
-        if self._engine is None:
-            raise PlanError("a run of world size 1 exchanges nothing; start it with more workers to use a plan")
-        self._engine.hold(plan)
+        """Offer a newer plan, as `Engine.hold` does. It takes effect once every rank has been offered it.
+
+        Does nothing if nothing is exchanged.
+        """
+        if self._engine is not None:
+            self._engine.hold(plan)
 
     def observe(self, *, loss: SupportsFloat | None = None, lr: SupportsFloat | None = None) -> None:
         """Report the loss and the learning rate of this rank's step, once per step, to an adaptive run. Optional.
@@ -200,11 +202,13 @@ class Attachment:
         group_bytes as in `make_plan`
 
         Raises ConfigError for an FSDP2 model; if a controller chooses the plans; and, before the first step, if a
-        scheme cannot carry a candidate. Raises PlanError at world size 1, and CGXError on all ranks if no rank had
-        gradients.
+        scheme cannot carry a candidate. Raises PlanError if nothing is exchanged, and CGXError on all ranks if no rank
+        had gradients.
         """
         if self._engine is None:
-            raise PlanError("a run of world size 1 exchanges nothing; start it with more workers to explore")
+            raise PlanError(
+                "nothing is exchanged by one worker, or with CGX_POLICY=off; explore with more workers, and cgx_ray on"
+            )
         if not isinstance(self._engine, Engine):
             raise ConfigError("the codec of an FSDP2 model is fixed; explore with a DistributedDataParallel model")
         session = self.control or process.session
@@ -265,15 +269,13 @@ class Attachment:
         """Return this rank's codec memory, loss scale and step for a checkpoint: tensors, numbers and strings only."""
         if self._kept is not None:
             return dict(self._kept)
-        if self._engine is None:
-            nothing = {"step": 0, "loss_scale": 1.0, **no_memory()}
-            return {"format": STATE_FORMAT, "rank": 0, "world_size": 1, **nothing}
+        rank, world_size = _place()
         return {
             "format": STATE_FORMAT,
-            "rank": dist.get_rank(),
-            "world_size": dist.get_world_size(),
+            "rank": rank,
+            "world_size": world_size,
             **no_memory(),
-            **self._engine.state(),
+            **(self._engine.state() if self._engine is not None else {"step": 0, "loss_scale": 1.0}),
             **({ROUND: rounds.state()} if (rounds := self._rounds) is not None else {}),
         }
 
@@ -287,14 +289,11 @@ class Attachment:
         Raises StateError, and changes nothing, if a state is of another format, model, rank or world size, or not
         finite, or if the states are not those of all ranks of one run at one step.
         """
-        if self._engine is None:
-            rank, world_size = 0, 1
-        else:
-            rank, world_size = dist.get_rank(), dist.get_world_size()
+        rank, world_size = _place()
         state = dict(states) if isinstance(states, Mapping) else state_of(rank, world_size, states)
         check_own(state, rank, world_size)
         if self._engine is None:
-            # From now on it is the state of this rank, which is alone.
+            # From now on it is the state of this rank.
             self._kept = state
             return
         names = [name for group in self._engine.plan.groups for name in group.layers]
@@ -427,6 +426,12 @@ class ProcessState:
 
 
 process = ProcessState()
+
+
+def _place() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks."""
+    has_group = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if has_group else (0, 1)
 
 
 def _destroy(groups: Sequence[dist.ProcessGroup]) -> None:
