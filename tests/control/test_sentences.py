@@ -176,7 +176,10 @@ def test_lines_follow_python_s_logging_and_are_shown_from_info_on_where_nothing_
     assert shown("pass") == "cgx_ray: info\ncgx_ray warning: warning\n"
     assert shown("pass", CGX_LOG_LEVEL="debug") == "cgx_ray: debug\ncgx_ray: info\ncgx_ray warning: warning\n"
     assert shown("logging.basicConfig()") == "WARNING:cgx_ray.control.loop:warning\n"
-    late = shown("show_lines(); logging.basicConfig()").splitlines()
+    late = shown("show_lines(); logging.basicConfig(level='INFO')").splitlines()
     assert late == ["INFO:cgx_ray.control.loop:info", "WARNING:cgx_ray.control.loop:warning"], "each line once"
+    assert shown("show_lines(); logging.basicConfig(level='WARNING')") == "WARNING:cgx_ray.control.loop:warning\n"
+    own = "show_lines(); logging.basicConfig(); logging.getLogger('cgx_ray').setLevel('INFO')"
+    assert shown(own).splitlines() == late
     assert shown("logging.getLogger('cgx_ray').setLevel('ERROR')") == ""
     assert "CGX_LOG_LEVEL 'LOUD' is not allowed; give DEBUG, INFO" in shown("pass", CGX_LOG_LEVEL="loud")
