@@ -28,7 +28,7 @@ class _Formatter(logging.Formatter):
 
 
 class _LinesHandler(logging.StreamHandler[TextIO]):
-    """Shows lines until the program sets up handlers. Then it hands them those that the program's level lets through."""
+    """Shows lines until the program sets up handlers; then hands them those that its level lets through."""
 
     def emit(self, record: logging.LogRecord) -> None:
         logger, root = logging.getLogger(NAME), logging.getLogger()

@@ -215,14 +215,16 @@ def _attach(
         )
     if not has_group or dist.get_world_size() == 1:
         make_settings()
-        return _unattached()
+        return _unattached(())
     # The engine's thread could not write to memory that is made in inference mode.
     with torch.inference_mode(mode=False), own_groups() as groups, ExitStack() as undo:
         settings, world = _agreed_settings(make_settings, folder, groups)
         process.close_old()
         with world.gather.sharing_errors():
             if isinstance(settings.policy, Off):
-                return _left_alone(world)
+                unattached = _unattached(groups)
+                world.gather(None)
+                return unattached
             lifeline = watch(world, settings.silent_s, settings.timeout_s)
             undo.callback(lifeline.close)
             control = None
@@ -255,20 +257,12 @@ def _attach(
     return attachment
 
 
-def _unattached() -> Attachment:
-    """Return the attachment of a model that exchanges nothing through cgx_ray."""
-    attachment = Attachment(None)
+def _unattached(groups: Sequence[dist.ProcessGroup]) -> Attachment:
+    """Return the attachment of a model whose gradients do not go through cgx_ray; `groups` as in `Attachment`."""
+    attachment = Attachment(None, groups)
     if process.session is not None:
         process.session.start(attachment)
-    return attachment
-
-
-def _left_alone(world: GatheredGroup) -> Attachment:
-    """Return the attachment of a model that keeps DDP's own sums. `world` is needed no more."""
-    attachment = _unattached()
-    world.gather(None)
-    dist.destroy_process_group(world.group)
-    if dist.get_rank() == 0:
+    if groups and dist.get_rank() == 0:
         logger.info("%s=off: DDP averages the gradients, as without cgx_ray", VARIABLE)
     return attachment
 

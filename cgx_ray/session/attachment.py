@@ -118,6 +118,11 @@ class Attachment:
         return self._engine.plan if self._engine is not None else None
 
     @property
+    def host_group(self) -> dist.ProcessGroup | None:
+        """Gloo group of all ranks, for values in host memory, between steps; None if there is one rank."""
+        return self._groups[0] if self._groups else None
+
+    @property
     def last_step(self) -> StepSample | None:
         """Times and bytes of the newest finished exchange."""
         return self._engine.last_step if self._engine is not None else None
