@@ -10,6 +10,7 @@ import torch.distributed as dist
 from cgx_ray.errors import StateError, listed
 from cgx_ray.session.attachment import Attachment
 from cgx_ray.session.state_files import load_state, read_state, state_file, state_files, write_state
+from cgx_ray.session.states import own_place
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ def load_rank_files(attachment: Attachment, folder: Path) -> None:
     Only in the second case must the folder have the files of other ranks: nodes may have disks of their own. Raises
     StateError on all ranks if they find different files, else as `read_state` and `Attachment.load_state_dict`.
     """
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world_size = own_place()
     everyones = [[file.name for file in state_files(folder).values()]]
     if attachment.host_group is not None:
         everyones = everyones * world_size

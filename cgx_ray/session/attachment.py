@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import weakref
@@ -30,9 +31,8 @@ from cgx_ray.session.explore import CANDIDATES, Exploration, Stateful, explore
 from cgx_ray.session.own_folder import OwnFolder
 from cgx_ray.session.served_metrics import ServedMetrics
 from cgx_ray.session.settings import Settings
-from cgx_ray.session.states import CHANGES, ROUND, STATE_FORMAT, check_own, named_as, no_memory, state_of
+from cgx_ray.session.states import CHANGES, ROUND, STATE_FORMAT, check_own, named_as, no_memory, own_place, state_of
 from cgx_ray.torch_compat import is_registered
-from cgx_ray.units import format_count
 
 if TYPE_CHECKING:
     from cgx_ray.session.local_control import LocalControl
@@ -102,6 +102,7 @@ class Attachment:
         self._served: ServedMetrics | Endpoint | None = None
         self._kept: dict[str, Any] | None = None
         self._num_added = 0
+        self._at_end: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
         doing = self.plan.describe() if self.plan is not None else "nothing is exchanged"
@@ -240,6 +241,11 @@ class Attachment:
         """The error that has stopped the exchange of gradients; None if there is none."""
         return self._engine.telemetry.fault if self._engine is not None else None
 
+    def call_at_end(self, at_end: Callable[[], None]) -> None:
+        """Call `at_end` once, at the end of `close` or of Python."""
+        self._at_end = at_end
+        atexit.register(at_end)
+
     def call_on_fault(self, on_fault: Callable[[Fault], None]) -> None:
         """Call `on_fault`, in the engine's thread, with the error that stops the exchange, before it is raised."""
         if self._engine is not None:
@@ -274,7 +280,7 @@ class Attachment:
         """Return this rank's codec memory, loss scale and step for a checkpoint: tensors, numbers and strings only."""
         if self._kept is not None:
             return dict(self._kept)
-        rank, world_size = _place()
+        rank, world_size = own_place()
         return {
             "format": STATE_FORMAT,
             "rank": rank,
@@ -294,7 +300,7 @@ class Attachment:
         Raises StateError, and changes nothing, if a state is of another format, model, rank or world size, or not
         finite, or if the states are not those of all ranks of one run at one step.
         """
-        rank, world_size = _place()
+        rank, world_size = own_place()
         state = dict(states) if isinstance(states, Mapping) else state_of(rank, world_size, states)
         check_own(state, rank, world_size)
         if self._engine is None:
@@ -360,10 +366,13 @@ class Attachment:
             if self._detach is not None:
                 self._detach()
                 self._detach = None
-                self._say_end()
             if self._engine is not None:
                 self._engine.close(timeout_s)
             # The last step is known now.
+            if self._at_end is not None:
+                atexit.unregister(self._at_end)
+                self._at_end()
+                self._at_end = None
             if self.control is not None:
                 self.control.close()
             if self._served is not None:
@@ -373,18 +382,6 @@ class Attachment:
                 self._lifeline.close()
             groups, self._groups = self._groups, ()
             _destroy(groups)
-
-    def _say_end(self) -> None:
-        """Log what was in force, on rank 0, if no control loop does it: that also knows what dense would have taken."""
-        is_silent = self.control is not None or process.session is not None
-        if is_silent or not isinstance(self._engine, Engine) or not dist.is_initialized() or dist.get_rank() != 0:
-            return
-        num_steps = self.last_step.step + 1 if self.last_step is not None else 0
-        logger.info(
-            "%s for %s; attach(folder=) compares with dense, and writes a journal for cgx-ray report",
-            self._engine.plan.describe(),
-            format_count(num_steps, "step"),
-        )
 
     def _begin_to_close(self) -> None:
         """Leave the rest to another thread: Python collects on any thread, whatever locks that holds."""
@@ -431,12 +428,6 @@ class ProcessState:
 
 
 process = ProcessState()
-
-
-def _place() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks."""
-    has_group = dist.is_available() and dist.is_initialized()
-    return (dist.get_rank(), dist.get_world_size()) if has_group else (0, 1)
 
 
 def _destroy(groups: Sequence[dist.ProcessGroup]) -> None:
