@@ -84,8 +84,8 @@ def attach(
     parameters     FSDP2 only: codec that large parameters are gathered with, such as "qsgd:bits=8,rounding=nearest".
                    All ranks compute with the decoded parameters. Each rank updates its own shard, which stays exact
     scaler         a GradScaler, or an object whose `get_scale()` returns the same on all ranks. It is asked during
-                   backward. Needed only if something other than a GradScaler scales the losses: the GradScaler that
-                   has scaled the loss of a backward pass is found by itself, whenever it was made
+                   backward. Needed only if something other than a GradScaler scales the losses: a GradScaler is found
+                   by itself, whenever it was made
     more           all else that CGXConfig takes, by the same names, such as `exclude`; with a policy by name also its
                    arguments, such as `fidelity`
 
