@@ -83,9 +83,8 @@ def attach(
                    500 and False. As codec, scheme, intra and period, the same on all ranks
     parameters     FSDP2 only: codec that large parameters are gathered with, such as "qsgd:bits=8,rounding=nearest".
                    All ranks compute with the decoded parameters. Each rank updates its own shard, which stays exact
-    scaler         a GradScaler, or an object whose `get_scale()` returns the same on all ranks. It is asked during
-                   backward. Needed only if something other than a GradScaler scales the losses: a GradScaler is found
-                   by itself, whenever it was made
+    scaler         a GradScaler, or an object whose `get_scale()` returns the same on all ranks, asked during backward;
+                   needed only if something other than a GradScaler scales the losses
     more           all else that CGXConfig takes, by the same names, such as `exclude`; with a policy by name also its
                    arguments, such as `fidelity`
 
@@ -174,7 +173,8 @@ def _check_given(
         known = ", ".join(sorted({*_SETTINGS, *POLICY_ARGUMENTS}))
         raise ConfigError(f"attach got {unknown[0]!r}, which is no setting; settings are {known}")
     if policy is None and (lost := sorted(given.keys() - set(_OF_STATIC))):
-        raise ConfigError(f"attach got {lost[0]} without a policy that has it; give policy='adaptive', or another one")
+        wanted = "it to CGXConfig, which decides in Ray Train" if in_ray else "policy='adaptive', or another one"
+        raise ConfigError(f"attach got {lost[0]} without a policy that has it; give {wanted}")
     if plan is not None and (given or policy is not None):
         raise ConfigError(
             "attach got a plan and a policy, codec, scheme, intra or period, which the plan already sets; give one of "

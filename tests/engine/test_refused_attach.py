@@ -209,6 +209,12 @@ def test_rules_beside_a_plan_are_refused() -> None:
         cgx_ray.attach(nn.Linear(2, 2), plan=make_plan([], version=0, world_size=1), exclude=("a",))
 
 
+def test_arguments_of_a_policy_in_a_ray_worker_are_for_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "session", NoPlan())
+    with pytest.raises(cgx_ray.ConfigError, match="give it to CGXConfig, which decides in Ray Train"):
+        cgx_ray.attach(nn.Linear(2, 2), fidelity="fast")
+
+
 def test_an_empty_codec_is_not_the_default() -> None:
     with pytest.raises(cgx_ray.ConfigError, match="unknown codec ''"):
         cgx_ray.attach(nn.Linear(2, 2), codec="")
