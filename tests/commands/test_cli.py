@@ -45,7 +45,15 @@ print([name for name in {HEAVY!r} if name in sys.modules and name not in {sorted
 
 def test_without_matplotlib_only_what_draws_is_refused_and_names_the_extra(tmp_path: Path) -> None:
     network = "--model resnet18 --step-time 50ms --workers 4 --latency 1ms --bandwidth 1gbps"
-    lines = [f"plan {network}", f"plan {network} --plot p.png", "report .", "demo", "probe", "lab schedule c1", "top -h"]
+    lines = [
+        f"plan {network}",
+        f"plan {network} --plot p.png",
+        "report .",
+        "demo",
+        "probe",
+        "lab schedule c1",
+        "top -h",
+    ]
     code = f"""
 import sys
 sys.modules["matplotlib"] = None
