@@ -43,7 +43,7 @@ def cell(model: str, bandwidth: str) -> str:
     """Return "1.8 s, 0.6 s: 3.1x", or "0.21 s: dense"."""
     answer = scenario(model, bandwidth).solve()
     dense, best = (format_seconds(float(f"{step.step_s:.2g}")) for step in (answer.dense, answer.best))
-    return f"{dense}: dense" if answer.speedup == 1 else f"{dense}, {best}: **{answer.speedup:.2g}x**"
+    return f"{dense}: dense" if answer.speedup == 1 else f"{dense}, {best}: {answer.speedup:.2g}x"
 
 
 def table() -> str:
