@@ -10,7 +10,7 @@ from cgx_ray.units import format_seconds
 
 PAGE = Path(__file__).resolve().parents[1] / "worth-it.md"
 BEGIN, END = "<!-- begin of what is made by the planner -->\n", "<!-- end of what is made by the planner -->\n"
-BANDWIDTHS = {"100mbps": "100 Mbit/s", "1gbps": "1 Gbit/s", "10gbps": "10 Gbit/s", "25gbps": "25 Gbit/s"}
+BANDWIDTHS = {"100mbps": "100 Mbit/s", "1gbps": "1 Gbit/s", "10gbps": "10 Gbit/s", "100gbps": "100 Gbit/s"}
 # Samples per worker and step, by model.
 BATCHES = {"resnet18": 64, "resnet50": 64, "vgg16": 32, "vit_b_16": 64, "bert_base": 16, "gpt2": 8}
 
@@ -43,7 +43,11 @@ def cell(model: str, bandwidth: str) -> str:
     """Return "1.8 s, 0.6 s: 3.1x", or "0.21 s: dense"."""
     answer = scenario(model, bandwidth).solve()
     dense, best = (format_seconds(float(f"{step.step_s:.2g}")) for step in (answer.dense, answer.best))
-    return f"{dense}: dense" if answer.speedup == 1 else f"{dense}, {best}: {answer.speedup:.2g}x"
+    return (
+        f"{dense}: dense"
+        if answer.speedup == 1
+        else f"{dense}, {best}: {answer.speedup:{'.2f' if answer.speedup < 1.1 else '.2g'}}x"
+    )
 
 
 def table() -> str:
