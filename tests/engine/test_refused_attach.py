@@ -153,7 +153,7 @@ def test_attach_before_the_process_group_is_an_error_in_a_job_of_several_process
     with pytest.raises(cgx_ray.ConfigError, match="before init_process_group in a job of 2 processes"):
         cgx_ray.attach(nn.Linear(2, 2))
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert repr(cgx_ray.attach(nn.Linear(2, 2))) == "<Attachment: one worker, nothing to exchange>"
+    assert repr(cgx_ray.attach(nn.Linear(2, 2))) == "<Attachment: nothing is exchanged>"
 
 
 def test_attach_takes_a_policy_alone() -> None:
