@@ -17,6 +17,7 @@ from cgx_ray.report.result import Row
 NO_LAB = Lab.available(rates_only=False)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(NO_LAB is not None, reason=NO_LAB or "")
 def test_a_quick_run_watches_a_real_job_on_one_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network_link, "SETTLE_S", 0.5)

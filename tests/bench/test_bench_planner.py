@@ -13,6 +13,7 @@ from bench.__main__ import bench
 from bench.planner import measure as planner
 
 
+@pytest.mark.slow
 def test_quick_run_writes_rows_tables_and_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(planner, "QUICK_CUPCAKE_NODES", 20)
     monkeypatch.setattr(planner, "JOINT_GBPS", (10.0,))

@@ -30,6 +30,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.slow
 def test_a_quick_run_measures_a_real_controller_and_processes_that_agree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -146,7 +146,9 @@ def test_a_model_or_schedule_that_is_a_bomb_is_one_clear_error(tmp_path: Path) -
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("command", ["report", "top", "replay"])
+@pytest.mark.parametrize(
+    "command", ["report", *(pytest.param(one, marks=pytest.mark.slow) for one in ("top", "replay"))]
+)
 def test_a_journal_with_a_line_of_a_gigabyte_is_one_clear_error(tmp_path: Path, command: str) -> None:
     with (tmp_path / "decisions.jsonl").open("wb") as file:
         file.truncate(1 << 30)

@@ -27,7 +27,11 @@ compiled = functools.cache(cuda_compile.compile_source)
 # Nothing in the sources depends on the architecture, so one kernel is enough for A100.
 @pytest.mark.parametrize(
     ("source", "define", "architecture"),
-    [*((source, define, "sm_90") for source, define in BUILDS), ("qsgd", "CGX_BITS=4", "sm_80")],
+    [
+        *((source, define, "sm_90") for source, define in BUILDS if define in (None, "CGX_BITS=4")),
+        *(pytest.param("qsgd", bits, "sm_90", marks=pytest.mark.slow) for bits in ("CGX_BITS=1", "CGX_BITS=5")),
+        ("qsgd", "CGX_BITS=4", "sm_80"),
+    ],
 )
 def test_every_kernel_compiles_for_h100_and_one_for_a100(source: str, define: str | None, architecture: str) -> None:
     machine_code = compiled(source, architecture, define)

@@ -96,7 +96,8 @@ def test_nothing_of_ours_is_left_on_a_cluster(end: str, nodes: RayNodes, tmp_pat
         assert SAID in (log / "driver.log").read_text()
 
 
-@pytest.mark.parametrize("end", ["SIGINT", pytest.param("SIGKILL", marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["SIGINT", "SIGKILL"])
 def test_nothing_of_ours_is_left_of_a_driver_that_has_started_ray_itself(end: str, tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with endless("local", tmp_path / "log", port) as (driver, ranks):
