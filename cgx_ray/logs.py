@@ -15,6 +15,8 @@ from cgx_ray.errors import ConfigError
 
 VARIABLE = "CGX_LOG_LEVEL"
 NAME = "cgx_ray"
+# Shows INFO as that level does, and is told apart from an INFO that the program sets.
+_UNTIL_SET_UP = logging.INFO - 1
 
 
 class _Formatter(logging.Formatter):
@@ -26,10 +28,16 @@ class _Formatter(logging.Formatter):
 
 
 class _LinesHandler(logging.StreamHandler[TextIO]):
-    """Leaves the lines to the handlers that the program sets up later, if it does."""
+    """Shows lines until the program sets up handlers; then hands them those that its level lets through."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not logging.getLogger().handlers and logging.getLogger(NAME).handlers == [self]:
+        logger, root = logging.getLogger(NAME), logging.getLogger()
+        if logger.handlers != [self]:
+            return
+        if root.handlers:
+            # Python looks at it after the handlers, so for this record too.
+            logger.propagate = logger.level != _UNTIL_SET_UP or record.levelno >= root.level
+        else:
             super().emit(record)
 
 
@@ -45,7 +53,7 @@ def show_lines() -> None:
     if logger.hasHandlers():
         return
     if logger.level == logging.NOTSET:
-        logger.setLevel(logging.INFO)
+        logger.setLevel(_UNTIL_SET_UP)
     handler = _LinesHandler()
     handler.setFormatter(_Formatter())
     logger.addHandler(handler)

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import click
 
-from cgx_ray.commands.options import console_for, json_option
+from cgx_ray.commands.options import check_plots, console_for, json_option
 from cgx_ray.commands.report import verdict, write_page
 from cgx_ray.demo.engine_overhead import measure_overhead
 from cgx_ray.demo.run import DECIDING, DemoOptions, run_demo
 from cgx_ray.demo.summary import make_rows, print_summary
 from cgx_ray.planner.fidelity import Fidelity
-from cgx_ray.report.picture import plot_runs
 from cgx_ray.report.result import write_result
 from cgx_ray.report.show import print_line
 from cgx_ray.units import format_rate, parse_rate
@@ -81,6 +80,9 @@ def demo(
 
 def _run(options: DemoOptions, json_path: str | None, *, num_bench_rounds: int) -> None:
     """Run the demo, print and draw its numbers, and write the rows if `json_path` is given."""
+    check_plots()
+    from cgx_ray.report.picture import plot_runs  # noqa: PLC0415 - the extra plots
+
     console = console_for(json_path)
     result = run_demo(options, console)
     print_summary(console, result.dense, result.decided, result.link)

@@ -116,23 +116,24 @@ def _packages() -> list[Finding]:
     findings = []
     for line in importlib.metadata.requires("cgx-ray") or []:
         requirement = Requirement(line)
-        if requirement.marker is not None:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": "plots"}):
             continue
-        install = f"pip install '{requirement}'"
+        install = f"pip install '{requirement}'" if requirement.marker is None else 'pip install "cgx-ray[plots]"'
+        uses = EVERYTHING if requirement.marker is None else frozenset({Use.DEMO})
         try:
             version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
             problem = "is not installed"
-            findings.append(_package(requirement.name, "", problem, install))
+            findings.append(_package(requirement.name, "", uses, problem, install))
             continue
         is_old = not requirement.specifier.contains(Version(version), prereleases=True)
         problem = f"older than {requirement.specifier} allows" if is_old else ""
-        findings.append(_package(requirement.name, version, problem, install))
+        findings.append(_package(requirement.name, version, uses, problem, install))
     return findings
 
 
-def _package(name: str, version: str, problem: str, install: str) -> Finding:
-    return Finding(name=name, found=version or "-", needed_for=EVERYTHING, problem=problem, remedy=install)
+def _package(name: str, version: str, uses: frozenset[Use], problem: str, install: str) -> Finding:
+    return Finding(name=name, found=version or "-", needed_for=uses, problem=problem, remedy=install)
 
 
 def _kernels() -> list[Finding]:
@@ -150,7 +151,7 @@ def _gpus() -> list[Finding]:
     try:
         import torch  # noqa: PLC0415 - it may not load
     except ImportError as error:
-        return [_package("torch", "", f"does not load: {error}", "pip install --force-reinstall torch")]
+        return [_package("torch", "", EVERYTHING, f"does not load: {error}", "pip install --force-reinstall torch")]
     if not torch.cuda.is_available():
         return [
             Finding(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 import click
 from rich.console import Console
 
+from cgx_ray.errors import ConfigError
 from cgx_ray.report.show import STANDARD_OUTPUT
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -31,6 +33,12 @@ class _OutFile(click.Path):
         return path
 
 
+def check_plots() -> None:
+    """Raise ConfigError if this installation draws no pictures."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError('pictures need matplotlib; run: pip install "cgx-ray[plots]"')
+
+
 class _Picture(_OutFile):
     """A picture to write."""
 
@@ -42,6 +50,7 @@ class _Picture(_OutFile):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if Path(value).suffix not in self.suffixes:
             self.fail(f"{value} is no picture; give a name that ends in {', '.join(self.suffixes)}", param, ctx)
+        check_plots()
         return super().convert(value, param, ctx)
 
 

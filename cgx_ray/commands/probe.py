@@ -19,7 +19,6 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.monitors.probe import NodePath, Prober
 from cgx_ray.monitors.probe_schedule import rounds
 from cgx_ray.report.show import new_table, print_line, progress_bar, write_json
-from cgx_ray.report.style import new_figure, save_figure
 
 Ways = Mapping[tuple[str, str], NodePath]
 
@@ -128,6 +127,8 @@ def _cell(way: NodePath) -> str:
 
 def plot_ways(hosts: list[str], ways: Ways, path: Path) -> None:
     """Write a picture of bandwidth and latency as heat maps."""
+    from cgx_ray.report.style import new_figure, save_figure  # noqa: PLC0415 - the extra plots
+
     figure = new_figure(4 + 1.2 * len(hosts), 2 + 0.6 * len(hosts))
     panels: list[tuple[str, str, Callable[[NodePath], float]]] = [
         ("Mbit/s", "viridis", lambda way: 8e-6 * way.bytes_per_s),

@@ -10,14 +10,11 @@ from typing import Any
 import click
 
 from cgx_ray.commands.options import FILE, console_for, json_option, plot_option
-from cgx_ray.commands.plan.decision_steps import decision_steps
 from cgx_ray.control.journal.sentences import RunTotals
 from cgx_ray.errors import ConfigError
 from cgx_ray.report.live_view import broken_note, plan_in_force
-from cgx_ray.report.picture import plot_runs
 from cgx_ray.report.record import RunRecord, load_run
 from cgx_ray.report.run_facts import dense_of, last_loss, mean_step_s, num_changes, prediction_errors, spans, world_size
-from cgx_ray.report.run_page import Extras, report_page
 from cgx_ray.report.show import print_line, whole_file, write_json
 from cgx_ray.units import format_count
 
@@ -48,6 +45,8 @@ def report(
     RUN is the folder <storage path>/<run name> of a run with CGXConfig, or a folder of several runs, such as a demo's,
     which are compared. Training may still go on. Prints the verdict; writes a page that works offline, and a picture.
     """
+    from cgx_ray.report.picture import plot_runs  # noqa: PLC0415 - the extra plots
+
     folder, console = run_dir.resolve(), console_for(json_path)
     records = _read_runs(folder, events)
     dense, decided = dense_of(records), [record for record in records if record.has_journal]
@@ -119,6 +118,9 @@ def _decisions_of(record: RunRecord) -> str:
 
 def write_page(path: Path, title: str, records: Sequence[RunRecord], *, usd_per_hour: float | None = None) -> None:
     """Write the report of `records` as one HTML file."""
+    from cgx_ray.commands.plan.decision_steps import decision_steps  # noqa: PLC0415 - the extra plots
+    from cgx_ray.report.run_page import Extras, report_page  # noqa: PLC0415
+
     extras = Extras(usd_per_hour=usd_per_hour, timelines=decision_steps, verdict=verdict)
     with whole_file(path) as new:
         new.write_text(report_page(title, records, extras), encoding="utf-8")

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from numbers import Real
 from typing import NamedTuple, SupportsFloat
 
@@ -90,9 +91,28 @@ def _reported(name: str, value: SupportsFloat) -> _Reported:
     raise ConfigError(f"observe got {what} as {name}; give a real number, or a tensor or array with one")
 
 
+@dataclass
+class StepTotals:
+    """Sums over the measured steps of this rank: their seconds and bytes, as in `StepSample`."""
+
+    num_steps: int = 0
+    all_s: float = 0.0
+    compute_s: float = 0.0
+    wire_bytes: int = 0
+    dense_bytes: int = 0
+
+    def add_sample(self, sample: StepSample) -> None:
+        self.num_steps += sample.num_steps
+        self.all_s += sample.num_steps * sample.step_s
+        self.compute_s += sample.num_steps * min(sample.compute_s, sample.step_s)
+        self.wire_bytes += sample.num_steps * sample.wire_bytes
+        self.dense_bytes += sample.num_steps * sample.dense_bytes
+
+
 class Telemetry:
     """Samples of the steps of one engine, and the errors that prevented some.
 
+    totals        of all samples
     num_failures  measurements that failed on this rank
     last_step     newest sample; None before the first one
     fault         the error that has stopped the engine; None while it works
@@ -100,6 +120,7 @@ class Telemetry:
     """
 
     def __init__(self, rank: int) -> None:
+        self.totals = StepTotals()
         self.num_failures = 0
         self.last_step: StepSample | None = None
         self._rank = rank
@@ -111,6 +132,7 @@ class Telemetry:
     def add_sample(self, sample: StepSample) -> None:
         """Keep `sample` as the newest. Beyond 1,024 samples the oldest is dropped."""
         self.last_step = sample
+        self.totals.add_sample(sample)
         self._samples.append(sample)
 
     def take_samples(self) -> list[StepSample]:

@@ -57,10 +57,13 @@ class CGXCallback(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the states of all ranks to the checkpoint. Lightning calls it on all of them, and rank 0 writes."""
-        if self.attachment is None or not dist.is_initialized():
+        if self.attachment is None:
             return
-        states: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(self.attachment.state_dict(), states)
+        own, group = self.attachment.state_dict(), self.attachment.host_group
+        states: list[Any] | None = [own]
+        if group is not None:
+            states = [None] * own["world_size"] if own["rank"] == 0 else None
+            dist.gather_object(own, states, group=group)
         if states is not None:
             checkpoint[_KEY] = states
 

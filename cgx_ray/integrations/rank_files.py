@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from cgx_ray.errors import StateError, listed
 from cgx_ray.session.attachment import Attachment
-from cgx_ray.session.state_files import load_state, read_state, state_file, write_state
+from cgx_ray.session.state_files import load_state, read_state, state_file, state_files, write_state
+from cgx_ray.session.states import own_place
 
 logger = logging.getLogger(__name__)
 
@@ -24,13 +26,24 @@ def load_rank_files(attachment: Attachment, folder: Path) -> None:
     """Load the state of this rank, or the mean of all if there were more or fewer ranks. Warns where there is none.
 
     Only in the second case must the folder have the files of other ranks: nodes may have disks of their own. Raises
-    StateError as `read_state` and `Attachment.load_state_dict`.
+    StateError on all ranks if they find different files, else as `read_state` and `Attachment.load_state_dict`.
     """
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    own = folder / state_file(rank, world_size)
-    if own.exists():
-        attachment.load_state_dict(load_state(own))
-    elif folder.is_dir() and (state := read_state(folder, rank, world_size)) is not None:
+    rank, world_size = own_place()
+    everyones = [[file.name for file in state_files(folder).values()]]
+    if attachment.host_group is not None:
+        everyones = everyones * world_size
+        dist.all_gather_object(everyones, everyones[rank], group=attachment.host_group)
+    own = [state_file(other, world_size) for other in range(world_size)]
+    if all(name in names for name, names in zip(own, everyones, strict=True)):
+        attachment.load_state_dict(load_state(folder / own[rank]))
+        return
+    if other := next((other for other, names in enumerate(everyones) if names != everyones[0]), None):
+        raise StateError(
+            f"rank {other} finds {listed(everyones[other]) or 'no state'} in {folder}, rank 0 "
+            f"{listed(everyones[0]) or 'none'}; give every node the files of all ranks, or delete all of them"
+        )
+    state = read_state(folder, rank, world_size)
+    if state is not None:
         attachment.load_state_dict(state)
-    else:
-        logger.warning("%s has no file %s: codecs begin without what they had kept", folder, own.name)
+    elif rank == 0:
+        logger.warning("%s has no file %s: codecs begin without what they had kept", folder, own[0])

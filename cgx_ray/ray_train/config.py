@@ -24,7 +24,7 @@ from cgx_ray.ray_train.compat import RunFacts, TorchBackend, TorchConfig, run_fa
 from cgx_ray.ray_train.worker import close_ray_session, open_ray_session
 from cgx_ray.session.attachment import process
 from cgx_ray.session.own_folder import OwnFolder
-from cgx_ray.session.settings import POLICY_ARGUMENTS, Settings, make_policy
+from cgx_ray.session.settings import POLICY_ARGUMENTS, Off, Settings, make_policy
 from cgx_ray.session.state_files import write_state
 
 logger = logging.getLogger(__name__)
@@ -71,10 +71,16 @@ class CGXBackend(TorchBackend):
         self._watch: AgentWatch | None = None
 
     def on_start(self, worker_group: Any, backend_config: CGXConfig) -> None:
-        """Set up torch.distributed as Ray does, then start controller and agents and give them to every worker."""
+        """Set up torch.distributed as Ray does, then start controller and agents and give them to every worker.
+
+        With CGX_POLICY=off there are none.
+        """
         super().on_start(worker_group, backend_config)
         facts = run_facts(worker_group)
         settings = backend_config.settings()
+        if isinstance(settings.policy, Off):
+            worker_group.execute(open_ray_session, settings, None, {}, facts.folder)
+            return
         self._folder = OwnFolder()
         self._controller = _start_controller(settings, facts, self._snapshot, self._history)
         self._watch = start_agents(facts, self._controller, probes=settings.simulated_link is None)
@@ -83,7 +89,7 @@ class CGXBackend(TorchBackend):
     def on_shutdown(self, worker_group: Any, backend_config: CGXConfig) -> None:
         """End controller and agents: the next worker group may live on other nodes."""
         if self._controller is None:
-            # on_start failed before it started the controller. Another error here would hide its error.
+            # There is none, or on_start failed before it started it. Another error here would hide its error.
             super().on_shutdown(worker_group, backend_config)
             return
         try:

@@ -225,7 +225,7 @@ def _first_line(error: Exception) -> str:
 def open_ray_session(settings: Settings, controller: Any, agents: Mapping[str, Any], folder: Path) -> None:
     """Give `attach` a session. The backend calls it in every worker, with the agents by node and the run's folder."""
     show_lines()
-    agent = agents[ray.get_runtime_context().get_node_id()]
+    agent = agents.get(ray.get_runtime_context().get_node_id())
     process.session = RaySession(settings, controller, agent, folder)
 
 

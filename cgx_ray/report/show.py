@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -74,10 +75,19 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: str | Path, data: Any) -> None:
-    """Write `data` as JSON to the file `path`, or to standard output for "-"."""
-    text = json.dumps(data, indent=2) + "\n"
+    """Write `data` as JSON to the file `path`, or to standard output for "-". JSON has no NaN or Inf: null."""
+    text = json.dumps(_finite(data), indent=2, allow_nan=False) + "\n"
     if path == STANDARD_OUTPUT:
         sys.stdout.write(text)
     else:
         with whole_file(Path(path)) as new:
             new.write_text(text)
+
+
+def _finite(data: Any) -> Any:
+    """Return `data` with None in place of numbers that are not finite."""
+    if isinstance(data, dict):
+        return {name: _finite(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -30,10 +30,10 @@ from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme
 from cgx_ray.session import ddp
 from cgx_ray.session.agree import GatheredGroup, agree_on_settings, watch
 from cgx_ray.session.attachment import Attachment, own_groups, process
+from cgx_ray.session.lines import end_line, start_line
 from cgx_ray.session.local_control import LocalControl
-from cgx_ray.session.settings import MAX_TIMEOUT_S, POLICY_ARGUMENTS, Settings
+from cgx_ray.session.settings import MAX_TIMEOUT_S, POLICY_ARGUMENTS, VARIABLE, Off, Settings, policy_variable
 from cgx_ray.torch_compat import longest_timeout_s, uncompiled
-from cgx_ray.units import format_count
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,8 @@ def attach(
     model          a DistributedDataParallel, or a whole model after `fully_shard` (FSDP2), which takes one codec for
                    the whole run, over sra; compiled or not. At world size 1 any model is accepted and nothing happens
     policy         a `Static`, for all layers and the whole run; without Ray also a policy that decides during training,
-                   such as "adaptive" (`session.local_control`). Default: CGXConfig's; elsewhere qsgd 4/128 over sra
+                   such as "adaptive" (`session.local_control`). Default: CGXConfig's; elsewhere qsgd 4/128 over sra.
+                   The environment's CGX_POLICY replaces it, and a `plan`: "off", "static" or "adaptive"
     folder         without Ray: where rank 0 writes the journal. Default: `cgx-ray-runs/<time>` if the policy decides
     plan           in force until `Attachment.hold` offers a newer one
     codec, scheme, intra, period
@@ -82,11 +83,10 @@ def attach(
                    500 and False. As codec, scheme, intra and period, the same on all ranks
     parameters     FSDP2 only: codec that large parameters are gathered with, such as "qsgd:bits=8,rounding=nearest".
                    All ranks compute with the decoded parameters. Each rank updates its own shard, which stays exact
-    scaler         a GradScaler, or an object whose `get_scale()` returns the same on all ranks. It is asked during
-                   backward. Needed only if something other than a GradScaler scales the losses: the GradScaler that
-                   has scaled the loss of a backward pass is found by itself, whenever it was made
-    more           all else that CGXConfig takes, by the same names, such as `exclude`, `overrides` and `seed`; with a
-                   policy by name also its arguments, such as `fidelity`
+    scaler         a GradScaler, or an object whose `get_scale()` returns the same on all ranks, asked during backward;
+                   needed only if something other than a GradScaler scales the losses
+    more           all else that CGXConfig takes, by the same names, such as `exclude`; with a policy by name also its
+                   arguments, such as `fidelity`
 
     Codecs' memory follows the loss scale. If the scale cannot be known, backward with a codec that has memory (topk,
     powersgd, ef_signsgd, ...) raises CGXError: losses of one backward pass have several scales; a scale is 0, Inf or
@@ -101,6 +101,8 @@ def attach(
     more |= {"weight_check_steps": weight_check_steps, "average_weights": average_weights}
     more |= {"codec": codec, "scheme": scheme, "intra": intra, "period": period}
     choice = {name: more.pop(name) for name in POLICY_ARGUMENTS if name in more}
+    if policy_variable() == "adaptive":
+        policy, plan, choice = _as_adaptive(policy, choice)
     make_settings = partial(_settings, policy, folder, plan, choice, more)
     asks, model = all(one is None for one in (policy, plan, *choice.values())), uncompiled(model)
     process.attachment = _attach(model, plan, make_settings, folder, parameters, scaler, asks_controller=asks)
@@ -118,6 +120,14 @@ def attach_with(
     return process.attachment
 
 
+def _as_adaptive(
+    policy: Policy | str | None, choice: dict[str, Any]
+) -> tuple[Policy | str | None, None, dict[str, Any]]:
+    """Return policy, plan and policy arguments where CGX_POLICY is "adaptive"; `Settings` replaces other policies."""
+    # In a Ray Train worker only the policy of CGXConfig can decide.
+    return (policy, None, choice) if process.session is None else (None, None, {})
+
+
 def _settings(
     policy: Policy | str | None,
     folder: str | os.PathLike[str] | None,
@@ -132,6 +142,8 @@ def _settings(
     _check_given(policy, folder, plan, given, others)
     settings = session.settings if session is not None else Settings(policy="static", timeout_s=_usual_timeout_s())
     settings = replace(settings, **others)
+    if isinstance(settings.policy, Off):
+        return settings
     if policy is not None:
         settings = replace(settings, policy=policy, **given)
         if settings.decides and session is not None:
@@ -161,7 +173,8 @@ def _check_given(
         known = ", ".join(sorted({*_SETTINGS, *POLICY_ARGUMENTS}))
         raise ConfigError(f"attach got {unknown[0]!r}, which is no setting; settings are {known}")
     if policy is None and (lost := sorted(given.keys() - set(_OF_STATIC))):
-        raise ConfigError(f"attach got {lost[0]} without a policy that has it; give policy='adaptive', or another one")
+        wanted = "it to CGXConfig, which decides in Ray Train" if in_ray else "policy='adaptive', or another one"
+        raise ConfigError(f"attach got {lost[0]} without a policy that has it; give {wanted}")
     if plan is not None and (given or policy is not None):
         raise ConfigError(
             "attach got a plan and a policy, codec, scheme, intra or period, which the plan already sets; give one of "
@@ -205,15 +218,14 @@ def _attach(
         )
     if not has_group or dist.get_world_size() == 1:
         make_settings()
-        alone = Attachment(None)
-        if process.session is not None:
-            process.session.start(alone)
-        return alone
+        return _unattached()
     # The engine's thread could not write to memory that is made in inference mode.
     with torch.inference_mode(mode=False), own_groups() as groups, ExitStack() as undo:
         settings, world = _agreed_settings(make_settings, folder, groups)
         process.close_old()
         with world.gather.sharing_errors():
+            if isinstance(settings.policy, Off):
+                return _unattached(groups, world.gather)
             lifeline = watch(world, settings.silent_s, settings.timeout_s)
             undo.callback(lifeline.close)
             control = None
@@ -236,30 +248,36 @@ def _attach(
         undo.pop_all()
     if dist.get_rank() == 0:
         journal = getattr(session, "journal", None)
-        logger.info("%s", _started(engine, settings if plan is None else None, journal))
-    if asks_controller and process.session is None and dist.get_rank() == 0 and _is_ray_train_worker():
-        logger.warning(
-            "attach got no codec in a Ray Train run without CGXConfig: %s for the whole run, and nothing adapts; give "
-            "TorchTrainer torch_config=cgx_ray.CGXConfig(), or give attach a codec",
-            settings.policy.option.describe() if isinstance(settings.policy, Static) else settings.policy,
-        )
+        _log_start(attachment, engine, settings if plan is None else None, journal)
+        if asks_controller and process.session is None and _is_ray_train_worker():
+            logger.warning(
+                "attach got no codec in a Ray Train run without CGXConfig: %s for the whole run, and nothing adapts; "
+                "give TorchTrainer torch_config=cgx_ray.CGXConfig(), or give attach a codec",
+                settings.policy.option.describe() if isinstance(settings.policy, Static) else settings.policy,
+            )
     return attachment
 
 
-def _started(engine: Engine | ShardedEngine, settings: Settings | None, journal: Path | None) -> str:
-    """Return what begins now. `settings`: None if a plan was given, and nothing decides."""
-    plan, size = engine.plan, ""
-    if isinstance(engine, Engine):
-        size = f", {sum(layer.dense_bytes for layer in engine.layers) / 1e6:.3g} MB,"
-    policy = ""
-    if settings is not None and settings.decides:
-        fidelity = getattr(settings.policy, "fidelity", None)
-        policy = f"policy {type(settings.policy).__name__.lower()}{f' ({fidelity})' if fidelity else ''} begins "
-    num_layers = format_count(sum(len(group.layers) for group in plan.groups), "layer")
-    return (
-        f"gradients of {num_layers}{size} go through cgx_ray on {plan.world_size} ranks; "
-        f"{policy}{plan.describe()}; {f'journal: {journal}' if journal is not None else 'no journal: give folder='}"
-    )
+def _log_start(
+    attachment: Attachment, engine: Engine | ShardedEngine, settings: Settings | None, journal: Path | None
+) -> None:
+    """Log what begins, and at the end what it has taken if no control loop does that. Arguments as in `start_line`."""
+    takes_folder = settings is not None and process.session is None and isinstance(engine, Engine)
+    logger.info("%s", start_line(engine, settings, journal, takes_folder=takes_folder))
+    if attachment.control is None and process.session is None:
+        attachment.call_at_end(lambda: logger.info("%s", end_line(engine, takes_folder=takes_folder)))
+
+
+def _unattached(groups: Sequence[dist.ProcessGroup] = (), gather: Gatherer | None = None) -> Attachment:
+    """Return the attachment of a model whose gradients do not go through cgx_ray. `gather`: None at world size 1."""
+    attachment = Attachment(None, groups)
+    if process.session is not None:
+        process.session.start(attachment)
+    if gather is not None:
+        gather(None)
+        if dist.get_rank() == 0:
+            logger.info("%s=off: DDP averages the gradients, as without cgx_ray", VARIABLE)
+    return attachment
 
 
 def _is_ray_train_worker() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import weakref
@@ -30,9 +31,8 @@ from cgx_ray.session.explore import CANDIDATES, Exploration, Stateful, explore
 from cgx_ray.session.own_folder import OwnFolder
 from cgx_ray.session.served_metrics import ServedMetrics
 from cgx_ray.session.settings import Settings
-from cgx_ray.session.states import CHANGES, ROUND, STATE_FORMAT, check_own, named_as, no_memory, state_of
+from cgx_ray.session.states import CHANGES, ROUND, STATE_FORMAT, check_own, named_as, no_memory, own_place, state_of
 from cgx_ray.torch_compat import is_registered
-from cgx_ray.units import format_count
 
 if TYPE_CHECKING:
     from cgx_ray.session.local_control import LocalControl
@@ -68,8 +68,8 @@ class Attachment:
     is_closed  True once `close` was called, or the model is gone
     control    decides in a run without Ray; None in others, and if one codec or plan is kept
 
-    At world size 1 it exchanges nothing. The state of more ranks that it loads is kept for the next checkpoint, so that
-    their residuals are not lost if there are more workers again.
+    At world size 1, and with CGX_POLICY=off, it exchanges nothing. The state that it loads is kept for the next
+    checkpoint, so that residuals are not lost if there are more workers again, or cgx_ray is on again.
     """
 
     def __init__(
@@ -102,9 +102,10 @@ class Attachment:
         self._served: ServedMetrics | Endpoint | None = None
         self._kept: dict[str, Any] | None = None
         self._num_added = 0
+        self._at_end: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
-        doing = self.plan.describe() if self.plan is not None else "one worker, nothing to exchange"
+        doing = self.plan.describe() if self.plan is not None else "nothing is exchanged"
         return f"<Attachment: {'closed' if self.is_closed else doing}>"
 
     @property
@@ -114,8 +115,13 @@ class Attachment:
 
     @property
     def plan(self) -> Plan | None:
-        """Plan in force; None at world size 1."""
+        """Plan in force; None if nothing is exchanged."""
         return self._engine.plan if self._engine is not None else None
+
+    @property
+    def host_group(self) -> dist.ProcessGroup | None:
+        """Gloo group of all ranks, for values in host memory, between steps; None if there is one rank."""
+        return self._groups[0] if self._groups else None
 
     @property
     def last_step(self) -> StepSample | None:
@@ -151,10 +157,12 @@ class Attachment:
         self._engine.trace = StepTrace(Path(path), dist.get_rank(), first_step, last_step)
 
     def hold(self, plan: Plan) -> None:
-        """Offer a newer plan, as `Engine.hold` does. It takes effect once every rank has been offered it."""
-        if self._engine is None:
-            raise PlanError("a run of world size 1 exchanges nothing; start it with more workers to use a plan")
-        self._engine.hold(plan)
+        """Offer a newer plan, as `Engine.hold` does. It takes effect once every rank has been offered it.
+
+        Does nothing if nothing is exchanged.
+        """
+        if self._engine is not None:
+            self._engine.hold(plan)
 
     def observe(self, *, loss: SupportsFloat | None = None, lr: SupportsFloat | None = None) -> None:
         """Report the loss and the learning rate of this rank's step, once per step, to an adaptive run. Optional.
@@ -200,11 +208,13 @@ class Attachment:
         group_bytes as in `make_plan`
 
         Raises ConfigError for an FSDP2 model; if a controller chooses the plans; and, before the first step, if a
-        scheme cannot carry a candidate. Raises PlanError at world size 1, and CGXError on all ranks if no rank had
-        gradients.
+        scheme cannot carry a candidate. Raises PlanError if nothing is exchanged, and CGXError on all ranks if no rank
+        had gradients.
         """
         if self._engine is None:
-            raise PlanError("a run of world size 1 exchanges nothing; start it with more workers to explore")
+            raise PlanError(
+                "nothing is exchanged by one worker, or with CGX_POLICY=off; explore with more workers, and cgx_ray on"
+            )
         if not isinstance(self._engine, Engine):
             raise ConfigError("the codec of an FSDP2 model is fixed; explore with a DistributedDataParallel model")
         session = self.control or process.session
@@ -230,6 +240,11 @@ class Attachment:
     def fault(self) -> Fault | None:
         """The error that has stopped the exchange of gradients; None if there is none."""
         return self._engine.telemetry.fault if self._engine is not None else None
+
+    def call_at_end(self, at_end: Callable[[], None]) -> None:
+        """Call `at_end` once, at the end of `close` or of Python."""
+        self._at_end = at_end
+        atexit.register(at_end)
 
     def call_on_fault(self, on_fault: Callable[[Fault], None]) -> None:
         """Call `on_fault`, in the engine's thread, with the error that stops the exchange, before it is raised."""
@@ -265,15 +280,13 @@ class Attachment:
         """Return this rank's codec memory, loss scale and step for a checkpoint: tensors, numbers and strings only."""
         if self._kept is not None:
             return dict(self._kept)
-        if self._engine is None:
-            nothing = {"step": 0, "loss_scale": 1.0, **no_memory()}
-            return {"format": STATE_FORMAT, "rank": 0, "world_size": 1, **nothing}
+        rank, world_size = own_place()
         return {
             "format": STATE_FORMAT,
-            "rank": dist.get_rank(),
-            "world_size": dist.get_world_size(),
+            "rank": rank,
+            "world_size": world_size,
             **no_memory(),
-            **self._engine.state(),
+            **(self._engine.state() if self._engine is not None else {"step": 0, "loss_scale": 1.0}),
             **({ROUND: rounds.state()} if (rounds := self._rounds) is not None else {}),
         }
 
@@ -287,14 +300,11 @@ class Attachment:
         Raises StateError, and changes nothing, if a state is of another format, model, rank or world size, or not
         finite, or if the states are not those of all ranks of one run at one step.
         """
-        if self._engine is None:
-            rank, world_size = 0, 1
-        else:
-            rank, world_size = dist.get_rank(), dist.get_world_size()
+        rank, world_size = own_place()
         state = dict(states) if isinstance(states, Mapping) else state_of(rank, world_size, states)
         check_own(state, rank, world_size)
         if self._engine is None:
-            # From now on it is the state of this rank, which is alone.
+            # From now on it is the state of this rank.
             self._kept = state
             return
         names = [name for group in self._engine.plan.groups for name in group.layers]
@@ -356,10 +366,13 @@ class Attachment:
             if self._detach is not None:
                 self._detach()
                 self._detach = None
-                self._say_end()
             if self._engine is not None:
                 self._engine.close(timeout_s)
             # The last step is known now.
+            if self._at_end is not None:
+                atexit.unregister(self._at_end)
+                self._at_end()
+                self._at_end = None
             if self.control is not None:
                 self.control.close()
             if self._served is not None:
@@ -369,18 +382,6 @@ class Attachment:
                 self._lifeline.close()
             groups, self._groups = self._groups, ()
             _destroy(groups)
-
-    def _say_end(self) -> None:
-        """Log what was in force, on rank 0, if no control loop does it: that also knows what dense would have taken."""
-        is_silent = self.control is not None or process.session is not None
-        if is_silent or not isinstance(self._engine, Engine) or not dist.is_initialized() or dist.get_rank() != 0:
-            return
-        num_steps = self.last_step.step + 1 if self.last_step is not None else 0
-        logger.info(
-            "%s for %s; attach(folder=) compares with dense, and writes a journal for cgx-ray report",
-            self._engine.plan.describe(),
-            format_count(num_steps, "step"),
-        )
 
     def _begin_to_close(self) -> None:
         """Leave the rest to another thread: Python collects on any thread, whatever locks that holds."""

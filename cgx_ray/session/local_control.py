@@ -47,7 +47,7 @@ from cgx_ray.monitors.messages import MessageClient, MessageServer, Reply
 from cgx_ray.monitors.node_metrics import NodeMetrics
 from cgx_ray.monitors.node_monitor import NodeMonitor
 from cgx_ray.monitors.sample import Fault, NodeSample, StepSample, node_steps
-from cgx_ray.plan import Layer, Plan
+from cgx_ray.plan import Layer, Plan, is_known_everywhere
 from cgx_ray.session.calibrate import calibrate
 from cgx_ray.session.settings import Settings, make_policy
 
@@ -128,8 +128,15 @@ class LocalControl:
 
         `journal` is the path of rank 0's.
 
-        Raises ConfigError on all ranks if there are too many nodes, or too many ranks on one.
+        Raises ConfigError on all ranks if there are too many nodes, or too many ranks on one, or if the loop's process
+        would not know a codec.
         """
+        for codec in settings.timed_codecs():
+            if not is_known_everywhere(codec.name):
+                raise ConfigError(
+                    f"codec {codec.name!r} was registered in this process only, and another one writes the journal; "
+                    "bring the codec by an entry point 'cgx_ray.codecs' of a package, or leave folder and policy out"
+                )
         self.settings = settings
         self._loop_type, self._report_s = loop_type, report_s
         self._device = next((parameter.device for parameter in model.parameters()), HOST)

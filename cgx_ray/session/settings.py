@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, fields, is_dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from cgx_ray.collectives.transport.lifeline import SILENT_S
 from cgx_ray.collectives.transport.simulated_link import SimulatedLink
 from cgx_ray.collectives.transport.tcp import NUM_STREAMS
 from cgx_ray.collectives.transport.transport import DEFAULT_TIMEOUT_S
+from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.named_policies import as_policy
 from cgx_ray.control.policies.policy import Policy, Static
 from cgx_ray.errors import ConfigError
@@ -38,6 +40,30 @@ TRANSPORTS = ("tcp", "gloo")
 WEIGHT_CHECK_STEPS = 500
 # 31 years. Python and torch refuse to wait for some larger numbers of seconds.
 MAX_TIMEOUT_S = 1e9
+# Names the policy of a run in place of the one in its script.
+VARIABLE = "CGX_POLICY"
+
+
+@dataclass(frozen=True)
+class Off(Static):
+    """The policy of a run whose models are not attached: DDP averages its own gradients, as without cgx_ray."""
+
+
+_NAMED: Mapping[str, Policy] = {"off": Off(scheme="dense"), "static": Static(), "adaptive": Adaptive()}
+
+
+def policy_variable() -> str:
+    """Return what CGX_POLICY names; "" if it is not set."""
+    return os.environ.get(VARIABLE, "").strip()
+
+
+def _overruled(policy: Policy) -> Policy:
+    """Return `policy`, or that of CGX_POLICY if it is of another kind."""
+    name = policy_variable()
+    if name and name not in _NAMED:
+        raise ConfigError(f"{VARIABLE} {name!r} is not allowed; give {', '.join(_NAMED)}, or unset it")
+    named = _NAMED.get(name, policy)
+    return policy if isinstance(policy, type(named)) else named
 
 
 def is_timeout(timeout_s: object) -> bool:
@@ -53,7 +79,8 @@ class Settings:
     policy          an `Adaptive`, `Static`, `Cgx`, `Flexible`, or a `Policy` of your own; or a name. "adaptive": start
                     dense, measure, decide, and decide again when the network changes. "static": one option for the
                     whole run. "cgx" and "flexible": as these papers decide; they do not promise to be no slower than
-                    dense. Or a name that an installed package offers, see `control.policies.named_policies`
+                    dense. Or a name that an installed package offers, see `control.policies.named_policies`. The
+                    environment variable CGX_POLICY replaces a policy of another kind: "off", "static" or "adaptive"
     codec, scheme, intra, period, fidelity, candidates, min_gain, review_s, periods, max_loss, method, alpha, densities
                     arguments of a policy that is given by its name: policy="static", codec="bf16" is Static("bf16").
                     They are not kept: `policy` is the policy that they make
@@ -114,7 +141,7 @@ class Settings:
     trace_steps: tuple[int, int] | None = None
 
     def __post_init__(self, *arguments: Any) -> None:
-        self.policy = as_policy(self.policy, dict(zip(POLICY_ARGUMENTS, arguments, strict=True)))
+        self.policy = _overruled(as_policy(self.policy, dict(zip(POLICY_ARGUMENTS, arguments, strict=True))))
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"unknown transport {self.transport!r}; known: {', '.join(TRANSPORTS)}")
         counts = ("group_bytes", "num_streams", "weight_check_steps", "seed")

@@ -28,7 +28,7 @@ def state_file(rank: int, world_size: int) -> str:
 
 def write_state(state: Mapping[str, Any], folder: Path) -> None:
     """Write this rank's `state`. Removes files of another world size: a script may reuse a checkpoint's folder."""
-    for (_, world_size), file in _state_files(folder).items():
+    for (_, world_size), file in state_files(folder).items():
         if world_size != state["world_size"]:
             file.unlink(missing_ok=True)  # another rank may have been faster
     torch.save(dict(state), folder / state_file(state["rank"], state["world_size"]))
@@ -41,7 +41,7 @@ def read_state(folder: Path, rank: int, world_size: int) -> dict[str, Any] | Non
     is the mean of the others, with a warning. One file is read at a time. Raises StateError that names the folder if it
     has files of several world sizes.
     """
-    files = _state_files(folder)
+    files = state_files(folder)
     if not files:
         return None
     sizes = sorted({size for _, size in files})
@@ -67,10 +67,10 @@ def read_state(folder: Path, rank: int, world_size: int) -> dict[str, Any] | Non
     return state_of(rank, world_size, map(load_state, files.values()), is_complete=not missing)
 
 
-def _state_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """Return the files by (rank, world size), in that order."""
+def state_files(folder: Path) -> dict[tuple[int, int], Path]:
+    """Return the files in `folder`, if it is there, by (rank, world size), in that order."""
     found = {}
-    for file in sorted(folder.iterdir()):
+    for file in sorted(folder.glob(_NAMES)):
         match = _NAME.fullmatch(file.name)
         if match:
             found[int(match[1]), int(match[2])] = file

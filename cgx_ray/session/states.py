@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cgx_ray.codecs.codec import KINDS, is_finite
@@ -43,6 +44,12 @@ def check_own(state: Mapping[str, Any], rank: int, world_size: int) -> None:
                 f"the state of {whose} has {kind} of layer {name!r} with NaN or Inf, or not in float32 (it is "
                 f"{value.dtype}); start from another checkpoint"
             )
+
+
+def own_place() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks."""
+    has_group = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if has_group else (0, 1)
 
 
 def no_memory() -> dict[str, Any]:

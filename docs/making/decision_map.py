@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from cgx_ray.commands.plan.plan_picture import main_option
+from cgx_ray.commands.plan.plan_tables import main_option
 from cgx_ray.plan import DENSE
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.joint import BestPlan

@@ -30,6 +30,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Plan, codec_registry, known_codecs, make_plan, one_of, whole
 from cgx_ray.planner.candidates import codec_cost_of
 from cgx_ray.planner.scenario import TYPICAL_GAINS
+from cgx_ray.session.local_control import LocalControl
 from cgx_ray.session.settings import Settings
 
 NUM_STEPS = 40
@@ -194,6 +195,12 @@ def test_a_policy_that_decides_takes_no_codec_that_its_process_does_not_know() -
     Settings(policy=cgx_ray.Adaptive(candidates=("fp8", "bf16")))
     with pytest.raises(ConfigError, match="codec 'half', which was registered in this process only"):
         Settings(policy=cgx_ray.Adaptive(candidates=("half", "bf16")))
+
+
+def test_a_journal_takes_no_codec_that_its_process_does_not_know(tmp_path: Path) -> None:
+    cgx_ray.register_codec(record(is_reencoded=True))
+    with pytest.raises(ConfigError, match="codec 'half' was registered in this process only, and another one writes"):
+        LocalControl(Settings(policy=cgx_ray.Static("half", "sra")), tmp_path, nn.Linear(1, 1), lambda value: [value])
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,34 @@ print([name for name in {HEAVY!r} if name in sys.modules and name not in {sorted
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_without_matplotlib_only_what_draws_is_refused_and_names_the_extra(tmp_path: Path) -> None:
+    network = "--model resnet18 --step-time 50ms --workers 4 --latency 1ms --bandwidth 1gbps"
+    lines = [
+        f"plan {network}",
+        f"plan {network} --plot p.png",
+        "report .",
+        "demo",
+        "probe",
+        "lab schedule c1",
+        "top -h",
+    ]
+    code = f"""
+import sys
+sys.modules["matplotlib"] = None
+from click.testing import CliRunner
+from cgx_ray.cli import main
+for line in {lines!r}:
+    done = CliRunner().invoke(main, line.split())
+    print(done.exit_code, done.output.strip().splitlines()[-1])
+"""
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, check=True, capture_output=True, text=True, cwd=tmp_path)
+    missing = '2 Error: pictures need matplotlib; run: pip install "cgx-ray[plots]"'
+    said = dict(zip(lines, done.stdout.splitlines(), strict=True))
+    assert [line for line in lines if said[line] == missing] == [lines[1], "report .", "demo", "probe"]
+    assert all(said[line].startswith("0 ") for line in (lines[0], "lab schedule c1", "top -h")), said
+
+
 def groups(group: LazyGroup, path: str = "cgx-ray") -> Iterator[tuple[str, LazyGroup]]:
     yield path, group
     context = click.Context(group)

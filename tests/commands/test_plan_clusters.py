@@ -12,7 +12,8 @@ from click.testing import CliRunner
 
 from cgx_ray.cli import main
 from cgx_ray.commands.plan.clusters import PricedCluster, Rental, read_clusters, rent, samples_per_usd
-from cgx_ray.commands.plan.plan_clusters import best_buy, draw_clusters, shared_assumptions
+from cgx_ray.commands.plan.clusters_picture import draw_clusters
+from cgx_ray.commands.plan.plan_clusters import best_buy, shared_assumptions
 from cgx_ray.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -113,6 +113,7 @@ def test_a_folder_is_read_at_a_glance() -> None:
 # Why these modules of under 50 lines with one user are not part of it.
 SHORT = {
     "bench/scale/timed_loop.py": "runs in the process of the loop, which imports no Ray; its user does",
+    "cgx_ray/cli.py": "the entry point that pyproject.toml and docs/commands.md name, and which imports no command",
     "cgx_ray/integrations/accelerate.py": "users of Accelerate import it, and nothing else may need accelerate",
     "cgx_ray/lab/json_fields.py": "the checks of untrusted JSON, apart from what the fields mean",
     "cgx_ray/policies.py": "the public door of policies, which users import",

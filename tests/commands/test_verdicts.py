@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from cgx_ray.plan import make_plan
 from cgx_ray.report.record import load_run
 from cgx_ray.report.run_facts import next_step, prediction_errors
 from cgx_ray.report.run_pictures import draw_density, draw_shares
+from cgx_ray.report.show import write_json
 from cgx_ray.report.style import BLUE, DENSE_COLOR, codec_color
 
 QSGD = "qsgd 4-bit over sra"
@@ -82,6 +84,11 @@ def test_a_static_run_is_reported_and_compared_with_predicted_dense_steps(tmp_pa
     # As the adaptive run measures it on the same network.
     adaptive = report(train(tmp_path / "adaptive", 0.1))[2]
     assert found["dense_step_s"] == pytest.approx(adaptive["dense_step_s"], rel=0.3)
+
+
+def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
+    write_json("-", {"loss": math.nan, "rows": [(math.inf, 1.5)]})
+    assert json.loads(capsys.readouterr().out) == {"loss": None, "rows": [[None, 1.5]]}
 
 
 def test_the_page_is_opened_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

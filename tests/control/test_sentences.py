@@ -6,14 +6,21 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.control_runs import start
+from support.samples import step_sample
 
 from cgx_ray.control.journal.sentences import MAX_LINE, RunTotals, decision_line
+from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.logs import NAME
+from cgx_ray.plan import Layer, make_plan
+from cgx_ray.session.lines import end_line, start_line
+from cgx_ray.session.settings import Settings
 
 QSGD = "qsgd 4-bit over sra"
 CAUSE = "bandwidth fell from 1.00 Gbit/s to 94 Mbit/s"
@@ -176,7 +183,40 @@ def test_lines_follow_python_s_logging_and_are_shown_from_info_on_where_nothing_
     assert shown("pass") == "cgx_ray: info\ncgx_ray warning: warning\n"
     assert shown("pass", CGX_LOG_LEVEL="debug") == "cgx_ray: debug\ncgx_ray: info\ncgx_ray warning: warning\n"
     assert shown("logging.basicConfig()") == "WARNING:cgx_ray.control.loop:warning\n"
-    late = shown("show_lines(); logging.basicConfig()").splitlines()
+    late = shown("show_lines(); logging.basicConfig(level='INFO')").splitlines()
     assert late == ["INFO:cgx_ray.control.loop:info", "WARNING:cgx_ray.control.loop:warning"], "each line once"
+    assert shown("show_lines(); logging.basicConfig(level='WARNING')") == "WARNING:cgx_ray.control.loop:warning\n"
+    own = "show_lines(); logging.basicConfig(); logging.getLogger('cgx_ray').setLevel('INFO')"
+    assert shown(own).splitlines() == late
     assert shown("logging.getLogger('cgx_ray').setLevel('ERROR')") == ""
     assert "CGX_LOG_LEVEL 'LOUD' is not allowed; give DEBUG, INFO" in shown("pass", CGX_LOG_LEVEL="loud")
+
+
+def _engine(codec: str, *steps: dict[str, Any]) -> Any:
+    plan = make_plan([Layer(name="w", numel=100_000, ndim=2)], version=0, world_size=4, codec=codec)
+    telemetry = Telemetry(0)
+    for step, values in enumerate(steps):
+        telemetry.add_sample(replace(step_sample(0, step), **values))
+    return SimpleNamespace(plan=plan, telemetry=telemetry)
+
+
+def test_the_end_says_what_the_steps_have_taken() -> None:
+    # A round of three steps counts as three.
+    round_of_3: dict[str, Any] = {"step_s": 0.2, "compute_s": 0.1, "num_steps": 3}
+    assert end_line(_engine("qsgd", {"step_s": 0.4, "compute_s": 0.1}, round_of_3), takes_folder=True) == (
+        "4 steps under qsgd 4-bit over sra, 250 ms each, 40% of it compute; a rank sent 0.0015 MB per step, dense "
+        "sends 0.006 MB; attach(folder=) compares with dense, and writes a journal"
+    )
+    bound = end_line(_engine("none", {"step_s": 0.1, "compute_s": 0.11}), takes_folder=False)
+    assert bound == (
+        "1 step under dense, 100 ms each, 100% of it compute; a rank sent 0.0015 MB per step; compute bounds your "
+        "steps, compression hardly pays here"
+    )
+    assert end_line(_engine("none"), takes_folder=False) == "0 steps under dense"
+
+
+def test_a_folder_is_hinted_at_where_attach_takes_one() -> None:
+    settings = Settings(policy="static")
+    assert start_line(_engine("qsgd"), settings, None, takes_folder=True).endswith("sra; no journal: give folder=")
+    assert start_line(_engine("qsgd"), None, None, takes_folder=False).endswith("sra; no journal")
+    assert start_line(_engine("qsgd"), settings, Path("run/j"), takes_folder=True).endswith("sra; journal: run/j")

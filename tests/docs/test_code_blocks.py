@@ -45,6 +45,14 @@ def test_every_block_is_found_and_says_how_it_runs() -> None:
     assert len(PYTHON) > 15
 
 
+def test_code_fits_its_column() -> None:
+    """76 characters are what the site shows of a line. The pages of developers are read in an editor."""
+    own = ("docs/design.md", "CONTRIBUTING.md")
+    blocks = [block for block in BLOCKS if block.file not in own]
+    wide = {str(block): line for block in blocks for line in block.code.splitlines() if len(line) > 76}
+    assert wide == {}
+
+
 @modes("run")
 def test_a_block_runs_by_itself(block: Block) -> None:
     block.run({"cgx_ray": cgx_ray})

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import click
 import pytest
-from making import fault_tables
+from making import fault_tables, worth_table
 from making.docstrings import with_lists
 from making.links import ELSEWHERE, with_site_links
+from making.words import abbreviations
 
 import cgx_ray
 from cgx_ray.cli import main
@@ -61,6 +62,21 @@ def test_the_page_of_commands_has_each_command_and_its_options(site: Path) -> No
         assert command is not None
         words = [f"cgx-ray {name}", *(option for one in command.params for option in one.opts if option[0] == "-")]
         assert [word for word in words if word not in page] == []
+
+
+def test_words_have_a_page_and_tooltips_and_the_search_works_from_the_disk(site: Path) -> None:
+    design = (ROOT / "docs" / "design.md").read_text()
+    assert "gain" in abbreviations()
+    for line in abbreviations().splitlines():
+        word = line[2 : line.index("]")]
+        assert f"| {word} | " in design
+        assert word in (site / "words.html").read_text()
+    assert '<abbr title="error-feedback memory, by layer name">residual</abbr>' in (site / "codecs.html").read_text()
+    assert (site / "search" / "search_index.js").exists()
+
+
+def test_the_table_of_worth_is_what_the_planner_says_today() -> None:
+    assert worth_table.PAGE.read_text() == worth_table.page(), "run: .venv/bin/python docs/making/worth_table.py"
 
 
 def test_pictures_that_pages_show_exist_and_every_picture_is_shown() -> None:

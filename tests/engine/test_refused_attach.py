@@ -153,7 +153,7 @@ def test_attach_before_the_process_group_is_an_error_in_a_job_of_several_process
     with pytest.raises(cgx_ray.ConfigError, match="before init_process_group in a job of 2 processes"):
         cgx_ray.attach(nn.Linear(2, 2))
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert repr(cgx_ray.attach(nn.Linear(2, 2))) == "<Attachment: one worker, nothing to exchange>"
+    assert repr(cgx_ray.attach(nn.Linear(2, 2))) == "<Attachment: nothing is exchanged>"
 
 
 def test_attach_takes_a_policy_alone() -> None:
@@ -207,6 +207,12 @@ def test_rules_beside_a_plan_are_refused() -> None:
         cgx_ray.ConfigError, match="attach got exclude, which changes no plan here; give it to make_plan"
     ):
         cgx_ray.attach(nn.Linear(2, 2), plan=make_plan([], version=0, world_size=1), exclude=("a",))
+
+
+def test_arguments_of_a_policy_in_a_ray_worker_are_for_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "session", NoPlan())
+    with pytest.raises(cgx_ray.ConfigError, match="give it to CGXConfig, which decides in Ray Train"):
+        cgx_ray.attach(nn.Linear(2, 2), fidelity="fast")
 
 
 def test_an_empty_codec_is_not_the_default() -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from support.ranks import run_cases
+from support.ranks import run_cases, run_ranks
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+import cgx_ray
+from cgx_ray.integrations.rank_files import load_rank_files, save_rank_file
+from cgx_ray.session.attach import attach
 from cgx_ray.session.attachment import Attachment
 from cgx_ray.session.state_files import state_file, write_state
 from cgx_ray.session.states import STATE_FORMAT, no_memory
@@ -163,8 +168,6 @@ def test_trainings_go_on_from_their_checkpoints_bit_for_bit(tmp_path: Path) -> N
 
 
 def test_files_of_other_ranks_are_averaged(tmp_path: Path) -> None:
-    from cgx_ray.integrations.rank_files import load_rank_files
-
     for rank in range(2):
         state = {"format": STATE_FORMAT, "rank": rank, "world_size": 2, "step": 5, "loss_scale": 1.0, **no_memory()}
         write_state({**state, "residuals": {"w": torch.full((3,), 1.0 + 2 * rank)}}, tmp_path)
@@ -174,8 +177,23 @@ def test_files_of_other_ranks_are_averaged(tmp_path: Path) -> None:
     assert attachment.state_dict()["residuals"]["w"].tolist() == [2.0] * 3
 
 
-def test_a_checkpoint_without_them_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from cgx_ray.integrations.rank_files import load_rank_files
+def _lack(rank: int, folder: Path) -> str:
+    """Load a checkpoint of which each rank's disk should have its own file. Rank 1 has none."""
+    attachment = attach(DistributedDataParallel(_model()), **OPTIONS)
+    if rank == 0:
+        save_rank_file(attachment, folder / "0")
+    with closing(attachment), pytest.raises(cgx_ray.StateError) as caught:
+        load_rank_files(attachment, folder / str(rank))
+    return str(caught.value)
 
+
+def test_a_file_that_one_rank_lacks_is_an_error_of_all(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _lack, tmp_path)
+    assert "rank 1 finds no state in " in first
+    assert f"rank 0 {state_file(0, 2)}; give every node the files of all ranks" in first
+    assert first.replace("/0,", "/1,") == second
+
+
+def test_a_checkpoint_without_them_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load_rank_files(Attachment(None), tmp_path)
     assert "has no file cgx_ray-rank00000-of-00001.pt" in caplog.text

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from cgx_ray.commands.options import PICTURE, console_for, json_option
 from cgx_ray.commands.plan.plan_clusters import answer_for_clusters
-from cgx_ray.commands.plan.plan_picture import draw_answer
 from cgx_ray.commands.plan.plan_tables import group_table, step_table, sweep_table
 from cgx_ray.commands.plan.question import INSIDE_BANDWIDTH, INSIDE_LATENCY, read_question
 from cgx_ray.errors import ConfigError
@@ -21,7 +20,6 @@ from cgx_ray.planner.joint import BestPlan
 from cgx_ray.planner.prediction import Prediction
 from cgx_ray.planner.scenario import Price, Scenario, Sweep, verdict
 from cgx_ray.report.show import print_line, progress_bar, write_json
-from cgx_ray.report.style import save_figure
 
 # Options that describe one network. With --clusters the file describes several.
 _OF_ONE_NETWORK = (
@@ -98,6 +96,9 @@ def plan(
     if sweep is not None:
         console.print(sweep_table(sweep, points))
     if plot is not None:
+        from cgx_ray.commands.plan.plan_picture import draw_answer  # noqa: PLC0415 - the extra plots
+        from cgx_ray.report.style import save_figure  # noqa: PLC0415
+
         save_figure(draw_answer(answer, title=_title(scenario), sweep=sweep, points=points), plot)
         print_line(console, f"picture: {plot}")
     if json_path is not None:

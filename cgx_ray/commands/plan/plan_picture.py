@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from cgx_ray.commands.plan.plan_tables import main_option
 from cgx_ray.plan import Option
 from cgx_ray.planner.joint import BestPlan
 from cgx_ray.planner.prediction import Prediction
@@ -176,11 +177,3 @@ def _draw_sweep(axes: Axes, sweep: Sweep, points: Sequence[BestPlan], colors: Ma
     plain_numbers(axes.xaxis)
     plain_numbers(axes.yaxis, minor="25")
     clean(axes)
-
-
-def main_option(step: Prediction) -> Option:
-    """Return the option that carries most of a step's dense bytes."""
-    num_bytes: Counter[Option] = Counter()
-    for group in step.groups:
-        num_bytes[group.option] += group.dense_bytes
-    return max(num_bytes, key=lambda option: num_bytes[option])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.table import Table
 
-from cgx_ray.commands.plan.plan_picture import main_option
+from cgx_ray.plan import Option
 from cgx_ray.planner.joint import BestPlan
 from cgx_ray.planner.prediction import Prediction
 from cgx_ray.planner.scenario import Price, Sweep
@@ -77,3 +78,11 @@ def sweep_table(sweep: Sweep, points: Sequence[BestPlan]) -> Table:
             table.add_row(f"{value:.0f}" if sweep.name == "workers" else f"{value:.3g}", *numbers, *now)
         before = now
     return table
+
+
+def main_option(step: Prediction) -> Option:
+    """Return the option that carries most of a step's dense bytes."""
+    num_bytes: Counter[Option] = Counter()
+    for group in step.groups:
+        num_bytes[group.option] += group.dense_bytes
+    return max(num_bytes, key=lambda option: num_bytes[option])

@@ -1,0 +1,50 @@
+"""Lines of the log at the start of a run and, where no control loop watches it, at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cgx_ray.control.journal.sentences import DENSE, MOSTLY_COMPUTE
+from cgx_ray.engine.engine import Engine
+from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
+from cgx_ray.session.settings import Settings
+from cgx_ray.units import format_count, format_seconds
+
+
+def start_line(
+    engine: Engine | ShardedEngine, settings: Settings | None, journal: Path | None, *, takes_folder: bool
+) -> str:
+    """Return what begins now.
+
+    settings      None if a plan was given, and nothing decides
+    takes_folder  whether `attach` could write a journal if it were given a `folder`
+    """
+    plan, size = engine.plan, ""
+    if isinstance(engine, Engine):
+        size = f", {sum(layer.dense_bytes for layer in engine.layers) / 1e6:.3g} MB,"
+    policy = ""
+    if settings is not None and settings.decides:
+        fidelity = getattr(settings.policy, "fidelity", None)
+        policy = f"policy {type(settings.policy).__name__.lower()}{f' ({fidelity})' if fidelity else ''} begins "
+    num_layers = format_count(sum(len(group.layers) for group in plan.groups), "layer")
+    written = f"journal: {journal}" if journal is not None else f"no journal{': give folder=' if takes_folder else ''}"
+    return (
+        f"gradients of {num_layers}{size} go through cgx_ray on {plan.world_size} ranks; "
+        f"{policy}{plan.describe()}; {written}"
+    )
+
+
+def end_line(engine: Engine | ShardedEngine, *, takes_folder: bool) -> str:
+    """Return what the steps have taken, from sums in memory. `takes_folder` as in `start_line`."""
+    totals, plan = engine.telemetry.totals, engine.plan
+    said = f"{format_count(totals.num_steps, 'step')} under {plan.describe()}"
+    if totals.num_steps:
+        share = totals.compute_s / totals.all_s
+        said += f", {format_seconds(totals.all_s / totals.num_steps)} each, {share:.0%} of it compute"
+        # What a ring of ranks sends.
+        dense_bytes = 2 * (plan.world_size - 1) / plan.world_size * totals.dense_bytes
+        sent, dense = (f"{each / totals.num_steps / 1e6:.3g} MB" for each in (totals.wire_bytes, dense_bytes))
+        said += f"; a rank sent {sent} per step{f', dense sends {dense}' if plan.describe() != DENSE else ''}"
+        if share >= MOSTLY_COMPUTE:
+            said += "; compute bounds your steps, compression hardly pays here"
+    return f"{said}{'; attach(folder=) compares with dense, and writes a journal' if takes_folder else ''}"
