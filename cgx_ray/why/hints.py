@@ -1,0 +1,54 @@
+"""What of nodes and paths is not as it should be, and cost the observed steps nothing that can be shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from cgx_ray.units import format_bytes
+from cgx_ray.why.paths import Path, way
+from cgx_ray.why.records import NodeFacts, RankRecord
+
+# /dev/shm of a container is 64 MiB unless it asks for more, and a rank of many needs a few thousand files.
+_SHARED_BYTES, _OPEN_FILES = 256 << 20, 4096
+
+
+def hints(records: Sequence[RankRecord], paths: Sequence[Path]) -> tuple[str, ...]:
+    """Return what is not as it should be and cost these steps nothing that can be shown."""
+    nodes = {record.node.name: record.node for record in records}
+    found = list(_node_hints(nodes.values()))
+    kinds = {(path.source, path.card.name, path.card.kind) for path in paths if path.card is not None}
+    found += [
+        f"{node}: gradients pass the {kind} {name}, which may be slower than the card below it"
+        for node, name, kind in sorted(kinds)
+        if kind in ("tunnel", "bridge")
+    ]
+    mtus = {path.card.mtu for path in paths if path.card is not None and path.source != path.target}
+    if len(mtus) > 1:
+        found.append(f"cards have different MTUs ({', '.join(map(str, sorted(mtus)))}): large packets may get lost")
+    found += [
+        f"{way(path)}: packets of at most {path.path_mtu} bytes pass, the card would send {path.card.mtu}"
+        for path in paths
+        if path.card is not None and 0 < path.path_mtu < path.card.mtu and path.source != path.target
+    ]
+    for name in sorted({name for record in records for name in record.versions} - {"kernel"}):
+        different = {record.versions.get(name, "none") for record in records}
+        if len(different) > 1:
+            found.append(f"nodes have different versions of {name}: {', '.join(sorted(different))}")
+    return tuple(found)
+
+
+def _node_hints(nodes: Iterable[NodeFacts]) -> Iterator[str]:
+    for node in nodes:
+        if node.shared_bytes < _SHARED_BYTES:
+            yield (
+                f"{node.name}: /dev/shm has {format_bytes(node.shared_bytes)}; loaders and NCCL need more: "
+                "`docker run --shm-size=8g`"
+            )
+        if node.max_open_files < _OPEN_FILES:
+            yield f"{node.name}: a process may open {node.max_open_files} files; `ulimit -n 65536`"
+        if node.fabrics and any(card.sent_bytes > 100 << 20 for card in node.cards if card.kind == "physical"):
+            yield f"{node.name} has {', '.join(node.fabrics)}, yet gradients use sockets; `NCCL_DEBUG=INFO` says why"
+        for gpu in node.gpus:
+            fields = [field.strip() for field in gpu.split(",")]
+            if len(fields) == 6 and (fields[1] != fields[2]):
+                yield f"{node.name}: {fields[0]} uses {fields[1]} of {fields[2]} PCIe lanes"
