@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+# Share of the step that the network, a rank or input must cost to bound it: whoever mends less hardly notices.
+BOUND_SHARE = 0.15
+
 
 class Bound(StrEnum):
     """What bounds the step."""
