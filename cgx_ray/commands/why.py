@@ -69,16 +69,18 @@ def why(
     step was seen.
     """
     if (folder is None) == (not command):
-        raise ConfigError(
-            "give the command of a training, as in `cgx-ray why -- torchrun train.py`, or --attach FOLDER"
-        )
+        raise ConfigError("give a training, as in `cgx-ray why -- torchrun train.py`, or --attach FOLDER, not both")
     if folder is not None:
         raise SystemExit(_report(folder, html, json_path, str(folder)))
     place = Path(tempfile.mkdtemp(prefix="cgx-why-"))
     try:
         options = ObserverOptions(num_steps=steps, probes=probe)
         (place / OPTIONS_FILE).write_text(json.dumps(asdict(options)))
-        failed = _run(command, place, stop=stop)
+        try:
+            failed = _run(command, place, stop=stop)
+        except KeyboardInterrupt:
+            _report(place, html, json_path, " ".join(command))  # of what was seen until then
+            raise
         status = _report(place, html, json_path, " ".join(command))
     finally:
         shutil.rmtree(place)
@@ -86,16 +88,11 @@ def why(
 
 
 def _run(command: Sequence[str], folder: Path, *, stop: bool) -> int:
-    """Run the training, with the terminal as it is. Return its status, 0 if it was ended after the last step.
-
-    Ctrl-C ends it as well: then what was seen is reported.
-    """
+    """Run the training, with the terminal as it is. Return its status, 0 if it was ended after the last step."""
     try:
         child = subprocess.Popen(command, env={**os.environ, VARIABLE: str(folder)})
     except OSError as error:
-        raise ConfigError(
-            f"{command[0]} cannot be started: {error.strerror}; give a command as the shell has it"
-        ) from error
+        raise ConfigError(f"{command[0]} cannot be started: {error.strerror}; give one as in a shell") from error
     try:
         while child.poll() is None:
             if stop and (folder / GATHERED_FILE).exists():
@@ -107,7 +104,7 @@ def _run(command: Sequence[str], folder: Path, *, stop: bool) -> int:
             child.wait(_INTERRUPTED_S)
         except subprocess.TimeoutExpired:
             _end(child)
-        return 130
+        raise
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
