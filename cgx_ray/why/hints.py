@@ -15,7 +15,7 @@ _SHARED_BYTES, _OPEN_FILES = 256 << 20, 4096
 def hints(records: Sequence[RankRecord], paths: Sequence[Path]) -> tuple[str, ...]:
     """Return what is not as it should be and cost these steps nothing that can be shown."""
     nodes = {record.node.name: record.node for record in records}
-    found = list(_node_hints(nodes.values()))
+    found = list(node_hints(nodes.values()))
     kinds = {(path.source, path.card.name, path.card.kind) for path in paths if path.card is not None}
     found += [
         f"{node}: gradients pass the {kind} {name}, which may be slower than the card below it"
@@ -37,7 +37,8 @@ def hints(records: Sequence[RankRecord], paths: Sequence[Path]) -> tuple[str, ..
     return tuple(found)
 
 
-def _node_hints(nodes: Iterable[NodeFacts]) -> Iterator[str]:
+def node_hints(nodes: Iterable[NodeFacts]) -> Iterator[str]:
+    """Yield what of each node is not as it should be."""
     for node in nodes:
         if node.shared_bytes < _SHARED_BYTES:
             yield (
