@@ -9,19 +9,20 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
 import psutil
 from rich.console import Console
 
-from cgx_ray.commands.options import FILE, json_option
+from cgx_ray.commands.options import FILE, PICTURE, json_option
 from cgx_ray.errors import ConfigError
 from cgx_ray.report.show import print_line, whole_file, write_json
+from cgx_ray.report.style import save_figure
 from cgx_ray.untrusted import parse_json
 from cgx_ray.why.records import GATHERED_FILE, OPTIONS_FILE, ObserverOptions, RankRecord, from_json
-from cgx_ray.why.show import show_verdict, verdict_page
+from cgx_ray.why.show import draw_bars, show_verdict, verdict_page
 from cgx_ray.why.verdict import verdict_of
 
 VARIABLE = "CGX_WHY"
@@ -30,6 +31,15 @@ MAX_STEPS = 1000
 _LOOK_S = 0.2
 # Seconds that a script has to end after SIGTERM, and that one which got Ctrl-C from the terminal has to end by itself.
 _END_S, _INTERRUPTED_S = 10.0, 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outputs:
+    """Files to write besides the text, each if it is not None."""
+
+    html: Path | None
+    plot: Path | None
+    json_path: str | None
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -43,6 +53,7 @@ _END_S, _INTERRUPTED_S = 10.0, 0.5
 @click.option("--stop", is_flag=True, help="End the script after these steps; else it goes on, unobserved.")
 @click.option("--probe", is_flag=True, help="Let nodes probe each other before the first step, some seconds per pair.")
 @click.option("--html", type=FILE, help="Write a page that works offline.")
+@click.option("--plot", type=PICTURE, help="Draw the mean step of each rank.")
 @click.option(
     "--attach",
     "folder",
@@ -56,6 +67,7 @@ def why(
     stop: bool,
     probe: bool,
     html: Path | None,
+    plot: Path | None,
     folder: Path | None,
     json_path: str | None,
     command: tuple[str, ...],
@@ -70,8 +82,9 @@ def why(
     """
     if (folder is None) == (not command):
         raise ConfigError("give a training, as in `cgx-ray why -- torchrun train.py`, or --attach FOLDER, not both")
+    outputs = _Outputs(html=html, plot=plot, json_path=json_path)
     if folder is not None:
-        raise SystemExit(_report(folder, html, json_path, str(folder)))
+        raise SystemExit(_report(folder, str(folder), outputs))
     place = Path(tempfile.mkdtemp(prefix="cgx-why-"))
     try:
         options = ObserverOptions(num_steps=steps, probes=probe)
@@ -79,9 +92,9 @@ def why(
         try:
             failed = _run(command, place, stop=stop)
         except KeyboardInterrupt:
-            _report(place, html, json_path, " ".join(command))  # of what was seen until then
+            _report(place, " ".join(command), outputs)  # of what was seen until then
             raise
-        status = _report(place, html, json_path, " ".join(command))
+        status = _report(place, " ".join(command), outputs)
     finally:
         shutil.rmtree(place)
     raise SystemExit(failed or status)
@@ -127,7 +140,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def _report(folder: Path, html: Path | None, json_path: str | None, title: str) -> int:
+def _report(folder: Path, title: str, outputs: _Outputs) -> int:
     """Report what the ranks have written into `folder`; return the exit status."""
     console = Console(stderr=True)
     records = [from_json(RankRecord, parse_json(path.read_bytes())) for path in sorted(folder.glob("rank-*.json"))]
@@ -137,12 +150,15 @@ def _report(folder: Path, html: Path | None, json_path: str | None, title: str) 
         return 0
     verdict, notes = verdict_of(records), _notes(folder, records)
     show_verdict(console, verdict, notes)
-    if html is not None:
-        with whole_file(html) as new:
+    if outputs.html is not None:
+        with whole_file(outputs.html) as new:
             new.write_text(verdict_page(title, verdict, notes), encoding="utf-8")
-        print_line(console, f"page: {html}")
-    if json_path is not None:
-        write_json(json_path, {**verdict.described(), "notes": notes})
+        print_line(console, f"page: {outputs.html}")
+    if outputs.plot is not None and verdict.parts is not None:
+        save_figure(draw_bars(verdict.parts).figure, outputs.plot)
+        print_line(console, f"picture: {outputs.plot}")
+    if outputs.json_path is not None:
+        write_json(outputs.json_path, {**verdict.described(), "notes": notes})
     return verdict.exit_status
 
 

@@ -27,7 +27,7 @@ _PARTS = (
     ("optimizer and rest", "rest_s", "o", YELLOW),
 )
 # Characters of a bar, and ranks and nodes that a terminal has room for: the slowest ones and the busiest.
-_BAR, _SHOWN_RANKS, _SHOWN_NODES = 48, 8, 8
+_BAR, _SHOWN_RANKS, _SHOWN_NODES = 40, 8, 8
 
 
 def show_verdict(console: Console, verdict: Verdict, notes: Sequence[str]) -> None:
@@ -122,13 +122,14 @@ def _spoken(bar: RankBar) -> str:
 def _show_bars(console: Console, parts: StepParts) -> None:
     # A rank that waits the least is the one that others wait for.
     bars = sorted(parts.bars, key=lambda bar: bar.waiting_s)[:_SHOWN_RANKS]
-    table = new_table(None, "rank", "node", "step", *(name for name, *_ in _PARTS[:5]), num_left=3)
+    table = new_table(None, "rank", "node", "mean step", "", num_left=3)
     for bar in sorted(bars, key=lambda bar: bar.rank):
         seconds = [getattr(bar, field) for _, field, *_ in _PARTS]
         scale = _BAR / max(parts.step_s, sum(seconds), 1e-9)
         drawn = "".join(letter * round(scale * one) for one, (_, _, letter, _) in zip(seconds, _PARTS, strict=True))
-        table.add_row(str(bar.rank), bar.node, drawn, *(format_seconds(one) for one in seconds[:5]))
+        table.add_row(str(bar.rank), bar.node, drawn, format_seconds(sum(seconds)))
     console.print(table)
+    print_line(console, "  " + ", ".join(f"{letter} {name}" for name, _, letter, _ in _PARTS), style="dim")
 
 
 def _nodes(paths: Sequence[Path]) -> list[str]:
