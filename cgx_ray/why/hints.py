@@ -16,10 +16,10 @@ def hints(records: Sequence[RankRecord], paths: Sequence[Path]) -> tuple[str, ..
     """Return what is not as it should be and cost these steps nothing that can be shown."""
     nodes = {record.node.name: record.node for record in records}
     found = list(node_hints(nodes.values()))
-    kinds = {(path.source, path.card.name, path.card.kind) for path in paths if path.card is not None}
+    cards = sorted({(path.card.kind, path.card.name) for path in paths if path.card is not None})
     found += [
-        f"{node}: gradients pass the {kind} {name}, which may be slower than the card below it"
-        for node, name, kind in sorted(kinds)
+        f"gradients pass the {kind} {name}, which may be slower than the card below it"
+        for kind, name in cards
         if kind in ("tunnel", "bridge")
     ]
     mtus = {path.card.mtu for path in paths if path.card is not None and path.source != path.target}

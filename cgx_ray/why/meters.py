@@ -207,7 +207,6 @@ def _cards(first: _Counters, last: _Counters) -> tuple[NetworkCard, ...]:
                 addresses=tuple(
                     one.address.partition("%")[0] for one in addresses.get(name, []) if one.family in families
                 ),
-                # Drivers of virtual cards make up a number, or none.
                 bit_per_s=stats.speed * 1e6,
                 duplex={psutil.NIC_DUPLEX_FULL: "full", psutil.NIC_DUPLEX_HALF: "half"}.get(stats.duplex, ""),
                 mtu=stats.mtu,

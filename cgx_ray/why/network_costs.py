@@ -74,8 +74,8 @@ def _other_card(records: Sequence[RankRecord], paths: Sequence[Path], network_s:
 
 
 def _could_carry(card: NetworkCard, own: NetworkCard) -> bool:
-    is_other = card.name != own.name and card.kind not in ("loopback", "bridge") and bool(card.addresses)
-    return is_other and own.bit_per_s > 0 and card.bit_per_s > own.bit_per_s
+    is_other = card.name != own.name and bool(card.addresses) and card.kind == own.kind == "physical"
+    return is_other and 0 < own.bit_per_s < card.bit_per_s
 
 
 def _half_duplex(paths: Sequence[Path], network_s: float) -> StepCost | None:
@@ -191,7 +191,7 @@ def _slow_path(paths: Sequence[Path], network_s: float) -> StepCost | None:
     card = worst.card
     says = (
         f"; card {card.name} of {worst.source} says {format_rate(card.bit_per_s)}"
-        if card is not None and 8 * worst.bytes_per_s < card.bit_per_s / 2
+        if card is not None and card.kind == "physical" and 8 * worst.bytes_per_s < card.bit_per_s / 2
         else ""
     )
     unsure = "" if end else f": the uplink of {worst.source}, or the downlink of {worst.target}; --probe tells which"
@@ -225,7 +225,8 @@ def _all_paths(records: Sequence[RankRecord], parts: StepParts, paths: Sequence[
     rates = [path.bytes_per_s for path in paths if path.bytes_per_s > 0]
     total = gradient_bytes(records)
     at = f"links of {format_rate(_rounded(8 * median(rates)))}" if rates else "the network"
-    speeds = {path.card.bit_per_s for path in paths if path.card is not None and path.card.bit_per_s > 0}
+    cards = [path.card for path in paths if path.card is not None and path.card.kind == "physical"]
+    speeds = {card.bit_per_s for card in cards if card.bit_per_s}
     says = f"; cards say {format_rate(min(speeds))}" if speeds else ""
     sizes = f"{format_bytes(total)} of gradients per step" if total else "gradients"
     return StepCost(

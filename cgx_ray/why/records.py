@@ -94,7 +94,7 @@ class Connection:
 class NetworkCard:
     """An interface of the node that is up.
 
-    bit_per_s     0 if the driver does not say
+    bit_per_s     0 if the driver does not say; of others than physical cards a number that was made up
     duplex        "full", "half", or "" if unknown
     kind          "physical", "virtual" (a container's or a machine's), "bridge", "tunnel" or "loopback"
     sent_bytes, received_bytes, num_errors

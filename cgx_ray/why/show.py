@@ -37,7 +37,7 @@ def show_verdict(console: Console, verdict: Verdict, notes: Sequence[str]) -> No
         _show_bars(console, verdict.parts)
     nodes = _nodes(verdict.paths)
     if len(nodes) > 1:
-        table = new_table("links: rate, round trip, sent again", "from \\ to", *nodes)
+        table = new_table("links: rate, round trip, sent again", "from \\ to", *nodes, wrap=True)
         for source in nodes:
             table.add_row(source, *(_cell(verdict.paths, source, target) for target in nodes))
         console.print(table)
@@ -146,7 +146,7 @@ def _cell(paths: Sequence[Path], source: str, target: str) -> str:
     parts = [format_rate(float(f"{8 * path.bytes_per_s:.3g}")) if path.bytes_per_s else "?"]
     parts += [format_seconds(path.round_trip_s)] if path.round_trip_s is not None else []
     parts += [f"{path.resent_share:.1%}"] if path.resent_share >= 0.001 else []
-    return ", ".join(parts)
+    return "\n".join(parts)
 
 
 def _advice(verdict: Verdict) -> list[tuple[str, str]]:
