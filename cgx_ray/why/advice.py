@@ -36,7 +36,8 @@ class Compression:
     plan             options of the best plan; "" if none is worth it
     saves_s          seconds of each step; 0 without a plan
     loss             expected loss over dense's, None if it was not measured
-    seen_bit_per_s   rate of a link on which dense steps would take as long as the observed ones
+    seen_bit_per_s   rate of a link on which the planner's dense step, whose groups overlap with backward as well as they
+                     can, takes as long as the observed one
     enough_bit_per_s first rate at which compute bounds the step; None if no rate does, or it is bound already
     """
 
@@ -92,8 +93,7 @@ def describe_enough(found: Compression) -> str:
     """Return in words what a faster link would gain."""
     if found.enough_bit_per_s is None:
         return "nothing, unless round trips get shorter" if found.plan else "nothing"
-    seen, enough = (format_rate(float(f"{rate:.2g}")) for rate in (found.seen_bit_per_s, found.enough_bit_per_s))
-    return f"compute bounds the step from {enough} on; now it is as on links of {seen}"
+    return f"compute bounds the step from links of {format_rate(float(f'{found.enough_bit_per_s:.2g}'))} on, predicted"
 
 
 def _accuracy(loss: float | None) -> str:

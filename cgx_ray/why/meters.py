@@ -15,6 +15,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 import psutil
@@ -25,9 +26,6 @@ from cgx_ray.why.records import Connection, NetworkCard, NodeFacts
 # Rates that are kept of a connection, and connections that are reported: those of 128 ranks, both ways. They bound the
 # memory of the observer.
 _MAX_RATES, MAX_CONNECTIONS = 512, 256
-# Of the rates that the kernel saw, the one that stands for the link: those of messages that were too short are lower,
-# and acknowledgements that come together make the highest ones.
-_FAST = 0.9
 _SMI_FIELDS = (
     "name,pcie.link.width.current,pcie.link.width.max,pcie.link.gen.current,pcie.link.gen.max,"
     "clocks_throttle_reasons.active"
@@ -76,14 +74,14 @@ class ConnectionMeter:
 
     def _connection(self, ends: tuple[str, str], info: TcpInfo) -> Connection:
         first = self._first.get(ends)
-        rates = sorted(self._rates[ends])
+        rates = self._rates[ends]
         return Connection(
             own=ends[0],
             other=ends[1],
             sent_bytes=info.sent_bytes - (first.sent_bytes if first else 0),
             received_bytes=info.received_bytes - (first.received_bytes if first else 0),
             resent_bytes=info.resent_bytes - (first.resent_bytes if first else 0),
-            bytes_per_s=rates[int(_FAST * len(rates))] if rates else 0.0,
+            bytes_per_s=median(rates) if rates else 0.0,
             busy_s=info.busy_s - (first.busy_s if first else 0.0),
             receiver_limited_s=info.receiver_limited_s - (first.receiver_limited_s if first else 0.0),
             round_trip_s=info.round_trip_s,

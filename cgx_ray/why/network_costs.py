@@ -19,6 +19,8 @@ _LOSSY = 0.003
 _TRAFFIC, _OVERHEAD = 0.2, 1.1
 # Share of the time in which threads of a node's ranks wait for a processor that is worth telling.
 _CROWDED = 0.05
+# Share of backward beside which the exchange must lie to count as hidden, and buckets that let it.
+_HIDDEN, _NUM_BUCKETS = 0.2, 8
 # DDP's default, if its buckets are unknown.
 _BUCKET_BYTES = 25 << 20
 
@@ -35,6 +37,7 @@ def network_costs(records: Sequence[RankRecord], parts: StepParts, paths: Sequen
             _loss(between, network_s),
             _traffic(records, between, network_s),
             _latency(records, between, parts),
+            _late_buckets(records, between, parts),
             _slow_path(between, network_s),
             _repeated(records, network_s),
         )
@@ -174,6 +177,33 @@ def _latency(records: Sequence[RankRecord], paths: Sequence[Path], parts: StepPa
         remedy="exchange half as often: accumulate gradients of 2 batches under `no_sync()`"
         if is_large
         else f"`DistributedDataParallel(model, bucket_cap_mb={size_mb})`: 2 buckets instead of {num_buckets}",
+        saves_s=saves_s,
+    )
+
+
+def _late_buckets(records: Sequence[RankRecord], paths: Sequence[Path], parts: StepParts) -> StepCost | None:
+    """Find out whether the exchange begins so late that it hides nothing behind backward."""
+    sizes = records[0].bucket_bytes
+    backward_s = median(bar.backward_s for bar in parts.bars)
+    hidden_s = median(bar.hidden_s for bar in parts.bars)
+    if not sizes or hidden_s > _HIDDEN * backward_s:
+        return None
+    trips = [path.round_trip_s for path in paths if path.round_trip_s is not None]
+    hops_s = (len(records) - 1) * median(trips) if trips else 0.0
+    # All but the last of as many buckets can be sent beside backward, whatever there is of it.
+    share = 1 - 1 / _NUM_BUCKETS
+    saves_s = share * min(parts.network_s, backward_s) - (_NUM_BUCKETS - len(sizes)) * hops_s
+    if saves_s <= 0:
+        return None
+    return StepCost(
+        bound=Bound.NETWORK,
+        seconds=saves_s,
+        who="all ranks",
+        phrase="an exchange that begins when backward ends",
+        evidence=f"{format_count(len(sizes), 'bucket')}, so the exchange hides {format_seconds(hidden_s)} behind "
+        f"{format_seconds(backward_s)} of backward",
+        remedy=f"`DistributedDataParallel(model, bucket_cap_mb={max(1, sum(sizes) // (_NUM_BUCKETS << 20))})`: "
+        f"about {_NUM_BUCKETS} buckets",
         saves_s=saves_s,
     )
 

@@ -70,7 +70,7 @@ class Connection:
     """A TCP connection of the rank's process while steps were measured.
 
     own, other       addresses of both ends, as "10.0.0.1:5000"
-    bytes_per_s      0.9 quantile of the rates at which the kernel saw data arrive, 0 if unknown
+    bytes_per_s      median of the rates at which the kernel saw data arrive, 0 if unknown
     busy_s, receiver_limited_s, num_timeouts
                      as in `TcpInfo`; num_timeouts is the largest that was seen
     """
