@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -19,6 +19,7 @@ from cgx_ray.ports import VARIABLE, free_port
 from cgx_ray.units import format_bytes, format_rate, format_seconds
 from cgx_ray.why.hints import node_hints
 from cgx_ray.why.meters import NodeMeter
+from cgx_ray.why.network_costs import is_faster
 from cgx_ray.why.records import NetworkCard, NodeFacts
 
 # Difference of two clocks from which on logs of nodes cannot be read side by side.
@@ -51,8 +52,17 @@ class NodeReport:
         return next((card for card in self.facts.cards if self.address in card.addresses), None)
 
 
-def cluster_findings(address: str) -> list[dict[str, str]]:
-    """Return the findings of all nodes of the Ray cluster at `address`, as fields of `doctor.Finding`.
+class NodeFinding(NamedTuple):
+    """As `doctor.Finding`."""
+
+    name: str
+    found: str
+    problem: str = ""
+    remedy: str = ""
+
+
+def cluster_findings(address: str) -> list[NodeFinding]:
+    """Return the findings of all nodes of the Ray cluster at `address`.
 
     Raises ConfigError if there is no cluster, or a node does not answer.
     """
@@ -61,34 +71,27 @@ def cluster_findings(address: str) -> list[dict[str, str]]:
     return findings_of([_ask(host, node_id) for host, node_id in sorted(nodes.items())])
 
 
-def findings_of(reports: Sequence[NodeReport]) -> list[dict[str, str]]:
-    """Return a finding per node, then what differs between nodes."""
+def findings_of(reports: Sequence[NodeReport]) -> list[NodeFinding]:
+    """Return a finding per node, then what must be the same on all of them, then what else is odd."""
     found = [_about(report) for report in reports]
     for name, value_of, remedy in _COMPARED:
         values = {report.address: value_of(report) for report in reports}
-        different = len(set(values.values())) > 1
-        each = ", ".join(f"{value} on {node}" for node, value in values.items())
-        found.append(
-            {
-                "name": name,
-                "found": each if different else next(iter(values.values()), "-"),
-                "problem": "nodes differ" if different else "",
-                "remedy": remedy,
-            }
-        )
-    for report in reports:
-        for hint in node_hints([report.facts]):
-            found.append({"name": f"{report.address}, note", "found": hint, "problem": "", "remedy": ""})
-    return found
+        if len(set(values.values())) > 1:
+            each = ", ".join(f"{value} on {node}" for node, value in values.items())
+            found.append(NodeFinding(name, each, "nodes differ", remedy))
+        else:
+            found.append(NodeFinding(name, next(iter(values.values()))))
+    hints = [(report.address, hint) for report in reports for hint in node_hints([report.facts])]
+    return found + [NodeFinding(f"note on {address}", hint) for address, hint in hints]
 
 
-def _about(report: NodeReport) -> dict[str, str]:
+def _about(report: NodeReport) -> NodeFinding:
     card, problems, remedies = report.card, [], []
     if card is not None and card.duplex == "half":
         problems.append(f"{card.name} cannot send and receive at the same time")
         remedies.append(f"ethtool {card.name}, on both ends of the cable")
-    faster = [one for one in report.facts.cards if card is not None and one.bit_per_s > card.bit_per_s > 0]
-    if card is not None and faster:
+    faster = [one for one in report.facts.cards if card is not None and is_faster(one, card)]
+    if faster:
         problems.append(f"{faster[0].name} is faster ({format_rate(faster[0].bit_per_s)})")
         remedies.append(f"GLOO_SOCKET_IFNAME={faster[0].name} NCCL_SOCKET_IFNAME={faster[0].name} if all nodes have it")
     if abs(report.offset_s) - report.answer_s / 2 > MAX_OFFSET_S:
@@ -98,13 +101,12 @@ def _about(report: NodeReport) -> dict[str, str]:
         problems.append(report.refusal)
         remedies.append(f"set {VARIABLE} to free ports that the firewall lets through")
     shown = "no card has its address" if card is None else f"{card.name} ({card.kind}), {_speed(card)}, MTU {card.mtu}"
-    shared = format_bytes(report.facts.shared_bytes)
-    return {
-        "name": f"{report.address} ({report.facts.name})",
-        "found": f"{shown}; ports {report.ports}; /dev/shm {shared}",
-        "problem": "; ".join(problems),
-        "remedy": "; ".join(remedies),
-    }
+    return NodeFinding(
+        f"{report.address} ({report.facts.name})",
+        f"{shown}; ports {report.ports}; /dev/shm {format_bytes(report.facts.shared_bytes)}",
+        "; ".join(problems),
+        "; ".join(remedies),
+    )
 
 
 def _speed(card: NetworkCard) -> str:

@@ -91,7 +91,10 @@ def doctor(cluster: str | None, json_path: str | None) -> None:
 def _look_at_cluster(address: str, console: Console, json_path: str | None) -> int:
     from cgx_ray.commands.cluster_doctor import cluster_findings  # noqa: PLC0415 - Ray may not load
 
-    findings = [Finding(**fields) for fields in cluster_findings(address)]
+    findings = [
+        Finding(name=name, found=found, problem=problem, remedy=remedy)
+        for name, found, problem, remedy in cluster_findings(address)
+    ]
     _show(console, findings)
     if json_path is not None:
         write_json(json_path, {"findings": [asdict(finding) | {"needed_for": []} for finding in findings]})

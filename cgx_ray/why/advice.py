@@ -36,8 +36,8 @@ class Compression:
     plan             options of the best plan; "" if none is worth it
     saves_s          seconds of each step; 0 without a plan
     loss             expected loss over dense's, None if it was not measured
-    seen_bit_per_s   rate of a link on which the planner's dense step, whose groups overlap with backward as well as they
-                     can, takes as long as the observed one
+    seen_bit_per_s   rate of a link on which the planner's dense step takes as long as the observed one; its groups
+                     overlap with backward as well as they can, so that is less than the link's own rate
     enough_bit_per_s first rate at which compute bounds the step; None if no rate does, or it is bound already
     """
 

@@ -53,9 +53,9 @@ def _other_card(records: Sequence[RankRecord], paths: Sequence[Path], network_s:
     used = {path.source: path.card for path in paths if path.card is not None}
     nodes = {record.node.name: record.node for record in records}
     faster = {
-        name: max((card for card in nodes[name].cards if _could_carry(card, own)), key=lambda card: card.bit_per_s)
+        name: max((card for card in nodes[name].cards if is_faster(card, own)), key=lambda card: card.bit_per_s)
         for name, own in used.items()
-        if any(_could_carry(card, own) for card in nodes[name].cards)
+        if any(is_faster(card, own) for card in nodes[name].cards)
     }
     if not faster or faster.keys() != used.keys():
         return None
@@ -76,7 +76,8 @@ def _other_card(records: Sequence[RankRecord], paths: Sequence[Path], network_s:
     )
 
 
-def _could_carry(card: NetworkCard, own: NetworkCard) -> bool:
+def is_faster(card: NetworkCard, own: NetworkCard) -> bool:
+    """Return True if `card` could carry what `own` carries, faster. Others than physical cards make up their speed."""
     is_other = card.name != own.name and bool(card.addresses) and card.kind == own.kind == "physical"
     return is_other and 0 < own.bit_per_s < card.bit_per_s
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Sequence
-from importlib.metadata import version
 
 import torch
 import torch.distributed as dist
@@ -21,41 +20,40 @@ from cgx_ray.why.watch import Watch
 from cgx_ray_autoload.observing import Guard
 
 
-class _Observer:
-    """One per process, from its first process group on. Errors are the guard's business."""
+class Observer:
+    """Observes this process, which has a process group. Errors are the guard's business."""
 
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
+    def __init__(self, guard: Guard, options: ObserverOptions) -> None:
+        self._guard, self._options = guard, options
         guard.folder.mkdir(parents=True, exist_ok=True)
-        file = guard.folder / OPTIONS_FILE
-        self.options = from_json(ObserverOptions, parse_json(file.read_bytes())) if file.exists() else ObserverOptions()
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._backend = dist.get_backend()
         self._probes: tuple[ProbedPath, ...] = ()
         is_one_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == self._world_size
-        self.store = default_store()
-        self.watch = Watch(
+        self._store = default_store()
+        self._watch = Watch(
             guard.folder,
             self._rank,
             self._world_size,
-            None if is_one_node else self.store,
+            None if is_one_node else self._store,
             self._record,
             guard.wrapped,
         )
-        self._steps = StepObserver(self.options.num_steps, self.watch.begin, self.watch.end)
+        self._steps = StepObserver(self._options.num_steps, self._watch.begin, self._watch.end)
         self._process = os.getpid()
-        self.watch.start()
-        atexit.register(guard.wrapped(self._finish))
+        self._watch.start()
 
     def add_model(self, model: DistributedDataParallel) -> None:
-        if self.options.probes and not self._steps.num_models:
-            self._probes = probe_ranks(self.store, self._rank, self._world_size)
+        """Observe a model that was just built. A collective call if ranks probe each other."""
+        if self._options.probes and not self._steps.num_models:
+            self._probes = probe_ranks(self._store, self._rank, self._world_size)
         self._steps.add_model(model, self._guard.wrapped)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Hand over what was seen until now, at the end of the process."""
         if os.getpid() == self._process:  # and not a copy of it
             self._steps.finish()
-            self.watch.finish()
+            self._watch.finish()
 
     def _record(self, watch: Watch) -> RankRecord:
         node, seen_s, waited_s = watch.node.read(asks_gpus=watch.is_over and os.environ.get("LOCAL_RANK", "0") == "0")
@@ -76,18 +74,21 @@ class _Observer:
             connections=watch.connections.read(),
             probes=self._probes,
             node=node,
-            versions={**versions(), "torch": torch.__version__, "cgx_ray": version("cgx-ray")},
+            versions={**versions(), "torch": str(torch.__version__)},
         )
 
 
-_observer: _Observer | None = None
+_observer: Observer | None = None
 
 
 def observe(guard: Guard, models: Sequence[object]) -> None:
-    """Observe this process, which has a process group, and the DDP models `models`."""
+    """Observe this process from its first process group on, and the DDP models `models`."""
     global _observer  # noqa: PLW0603 - a training has no place of its own for it
     if _observer is None:
-        _observer = _Observer(guard)
+        file = guard.folder / OPTIONS_FILE
+        options = from_json(ObserverOptions, parse_json(file.read_bytes())) if file.exists() else ObserverOptions()
+        _observer = Observer(guard, options)
+        atexit.register(guard.wrapped(_observer.finish))
     for model in models:
         assert isinstance(model, DistributedDataParallel)
         _observer.add_model(model)
