@@ -12,8 +12,8 @@ from cgx_ray.cli import main
 
 _HEAD = """# Commands
 
-The help of each command. Pages about them: [first run](first-run.md), [planning](planning.md), [watching](watching.md),
-[the lab](lab.md).
+The help of each command. Pages about them: [why is it slow](why.md), [first run](first-run.md),
+[planning](planning.md), [watching](watching.md), [the lab](lab.md).
 """
 _WIDTH = 110
 
