@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import median
 
@@ -13,6 +14,8 @@ from cgx_ray.why.step_parts import StepParts
 
 # Time-outs in a row for the same data after which nothing that is sent arrives: a busy path has one or two.
 STALLED = 3
+# Ratio of rates from which on a card is worth a change.
+_FASTER = 1.5
 # Share of bytes sent again from which on TCP slows down. Queues of switches that overflow make less than 0.1 %.
 _LOSSY = 0.003
 # Share of a card's bytes from others that counts as traffic, and what headers and acknowledgements add to our own.
@@ -49,31 +52,44 @@ def network_costs(records: Sequence[RankRecord], parts: StepParts, paths: Sequen
 
 
 def _other_card(records: Sequence[RankRecord], paths: Sequence[Path], network_s: float) -> StepCost | None:
-    """Find a faster card than the one that carries the gradients, on all nodes."""
+    """Find a faster card than the one that carries the gradients, on all nodes: by probes, else by its driver."""
     used = {path.source: path.card for path in paths if path.card is not None}
-    nodes = {record.node.name: record.node for record in records}
-    faster = {
-        name: max((card for card in nodes[name].cards if is_faster(card, own)), key=lambda card: card.bit_per_s)
-        for name, own in used.items()
-        if any(is_faster(card, own) for card in nodes[name].cards)
-    }
-    if not faster or faster.keys() != used.keys():
+    nodes = {record.node.name: record.node for record in records if record.node.name in used}
+    if not used:
         return None
-    name, card = min(faster.items(), key=lambda pair: pair[1].bit_per_s)
-    own = used[name]
-    assert own is not None
-    ratio = own.bit_per_s / card.bit_per_s
-    names = ",".join(dict.fromkeys(one.name for one in faster.values()))
+    own = next(iter(used.values()))
+    rates, how = _probed_cards(records), "probed"
+    if not (own.name in rates and len(rates) > 1):
+        each = [[card for card in nodes[name].cards if is_faster(card, one)] for name, one in used.items()]
+        best = [max(cards, key=lambda card: card.bit_per_s) for cards in each if cards]
+        if len(best) < len(used):
+            return None
+        rates, how = {own.name: own.bit_per_s, **{card.name: card.bit_per_s for card in best}}, "their drivers say"
+    name = max(rates, key=lambda one: rates[one])
+    if name == own.name or rates[name] < _FASTER * rates[own.name]:
+        return None
+    saves_s = network_s * (1 - rates[own.name] / rates[name])
+    names = ",".join(one for one in rates if one != own.name and rates[one] >= _FASTER * rates[own.name])
+    own_rate, rate = (format_rate(_rounded(rates[one])) for one in (own.name, name))
     return StepCost(
         bound=Bound.NETWORK,
-        seconds=network_s * (1 - ratio),
-        who=f"card {own.name} of {name}",
-        phrase=f"{format_rate(own.bit_per_s)} cards, while faster ones are there",
-        evidence=f"gradients use {own.name} ({format_rate(own.bit_per_s)}); {card.name} is up with "
-        f"{format_rate(card.bit_per_s)} on every node",
+        seconds=saves_s,
+        who=f"card {own.name} of all nodes",
+        phrase=f"cards {own.name} of {own_rate}, while {name} of {rate} is there",
+        evidence=f"gradients use {own.name} ({own_rate}); {name} is up on every node ({rate}, {how})",
         remedy=f"`export GLOO_SOCKET_IFNAME={names} NCCL_SOCKET_IFNAME={names}` on all nodes",
-        saves_s=network_s * (1 - ratio),
+        saves_s=saves_s,
     )
+
+
+def _probed_cards(records: Sequence[RankRecord]) -> dict[str, float]:
+    """Return the bits per second of each card that was probed, of the slowest of its paths."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for record in records:
+        name_of = {address: card.name for card in record.node.cards for address in card.addresses}
+        for probe in record.probes:
+            found[name_of.get(probe.own, probe.own)].append(8 * probe.bytes_per_s)
+    return {name: min(rates) for name, rates in found.items()}
 
 
 def is_faster(card: NetworkCard, own: NetworkCard) -> bool:

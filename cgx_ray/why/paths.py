@@ -98,6 +98,8 @@ def _probed(records: Sequence[RankRecord]) -> dict[tuple[str, str], tuple[float,
         (record.node.name, node_of.get(probe.other, probe.other)): (probe.bytes_per_s, probe.latency_s)
         for record in records
         for probe in record.probes
+        # Others are of cards that the gradients do not pass.
+        if probe.own in {one.own.rpartition(":")[0] for one in record.connections}
     }
 
 

@@ -112,6 +112,11 @@ class NetworkCard:
     num_errors: int
 
 
+def is_card(card: NetworkCard) -> bool:
+    """Return True if other nodes may be reached by it: a bridge ends on this node, as loopback does."""
+    return card.kind not in ("loopback", "bridge")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
     """The rank's node, as its process sees it, while steps were measured.
@@ -142,7 +147,7 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbedPath:
-    """A path that this rank probed before the first step, to the address `other`; as in `NodePath`."""
+    """A path that this rank probed before the first step, between addresses; as in `NodePath`. 0: nothing answers."""
 
     own: str
     other: str

@@ -127,8 +127,29 @@ def test_a_faster_card_on_every_node_is_named_with_the_setting() -> None:
     cost = verdict_of(training(network_s=2.2, usual_path=SLOW, node=cards)).costs[0]
     assert cost.remedy.startswith("`export GLOO_SOCKET_IFNAME=fast0 NCCL_SOCKET_IFNAME=fast0`")
     assert cost.saves_s == pytest.approx(2.2 * 0.99)
+    assert "their drivers say" in cost.evidence
     del cards[3]
     assert all("IFNAME" not in cost.remedy for cost in verdict_of(training(network_s=2.2, node=cards)).costs)
+
+
+def test_a_faster_card_is_found_by_probes_where_drivers_do_not_say() -> None:
+    cards = {
+        rank: {"cards": tuple(replace(one, bit_per_s=0.0) for one in (card(address=f"10.0.0.{rank + 1}"), fast(rank)))}
+        for rank in range(4)
+    }
+    records = training(network_s=2.2, usual_path=SLOW, node=cards)
+    for rank, one in enumerate(records):
+        probes = tuple(
+            ProbedPath(own=f"10.{net}.0.{rank + 1}", other=f"10.{net}.0.{other + 1}", bytes_per_s=rate, latency_s=1e-4)
+            for net, rate in ((0, 11.7e6), (1, 117e6))
+            for other in range(4)
+            if other != rank
+        )
+        records[rank] = replace(one, probes=probes)
+    verdict = verdict_of(records)
+    assert "card eth0 of all nodes" in {cost.who for cost in verdict.costs}
+    assert "fast0 is up on every node (936 Mbit/s, probed)" in verdict.costs[0].evidence
+    assert {round(path.bytes_per_s) for path in verdict.paths} == {11_700_000}
 
 
 def fast(rank: int) -> Any:
