@@ -145,8 +145,8 @@ def _report(folder: Path, title: str, outputs: _Outputs) -> int:
     console = Console(stderr=True)
     records = [from_json(RankRecord, parse_json(path.read_bytes())) for path in sorted(folder.glob("rank-*.json"))]
     if records and records[0].rank != 0:
-        ranks = ", ".join(str(record.rank) for record in records)
-        print_line(console, f"cgx-ray why: ranks {ranks} ran here; the report is where rank 0 ran")
+        ranks = " and ".join(f"rank {record.rank}" for record in records)
+        print_line(console, f"cgx-ray why: {ranks} ran here; the report is where rank 0 ran")
         return 0
     verdict, notes = verdict_of(records), _notes(folder, records)
     show_verdict(console, verdict, notes)

@@ -241,6 +241,7 @@ def _slow_path(paths: Sequence[Path], network_s: float) -> StepCost | None:
         if card is not None and card.kind == "physical" and 8 * worst.bytes_per_s < card.bit_per_s / 2
         else ""
     )
+    name = card.name if card is not None else "CARD"
     unsure = "" if end else f": the uplink of {worst.source}, or the downlink of {worst.target}; --probe tells which"
     return StepCost(
         bound=Bound.NETWORK,
@@ -248,7 +249,7 @@ def _slow_path(paths: Sequence[Path], network_s: float) -> StepCost | None:
         who=where,
         phrase=f"a link of {rate}: {where}" if end else f"a link of {rate} {where}",
         evidence=f"other paths carry {format_rate(_rounded(8 * usual))}{says}{unsure}",
-        remedy="`ethtool CARD` there: speed and duplex of card and switch port, cable; or leave that node out",
+        remedy=f"`ethtool {name}` there: speed and duplex of card and switch port, cable; or leave that node out",
         saves_s=saves_s,
     )
 

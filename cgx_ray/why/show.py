@@ -39,7 +39,7 @@ def show_verdict(console: Console, verdict: Verdict, notes: Sequence[str]) -> No
     if len(nodes) > 1:
         table = new_table("links: rate, round trip, sent again", "from \\ to", *nodes, wrap=True)
         for source in nodes:
-            table.add_row(source, *(_cell(verdict.paths, source, target) for target in nodes))
+            table.add_row(source, *("\n".join(_cell(verdict.paths, source, target)) for target in nodes))
         console.print(table)
     for number, cost in enumerate(verdict.costs, start=1):
         saves = f" (gains {format_seconds(cost.saves_s)})" if cost.saves_s else ""
@@ -51,9 +51,10 @@ def show_verdict(console: Console, verdict: Verdict, notes: Sequence[str]) -> No
         print_line(console, f"note: {hint}", style="dim")
 
 
-def verdict_page(title: str, verdict: Verdict, notes: Sequence[str]) -> str:
-    """Return the verdict as one HTML file."""
-    body = [page.heading(1, title), page.paragraph(verdict.sentence, kind="verdict")]
+def verdict_page(command: str, verdict: Verdict, notes: Sequence[str]) -> str:
+    """Return the verdict as one HTML file. `command`: of the script."""
+    body = [page.heading(1, "Why is it slow?"), page.paragraph(command, kind="dim")]
+    body.append(page.paragraph(verdict.sentence, kind="verdict"))
     parts = verdict.parts
     if parts is not None:
         body.append(
@@ -88,12 +89,12 @@ def verdict_page(title: str, verdict: Verdict, notes: Sequence[str]) -> str:
         body += [page.paragraph(f"{name}: {text}.", kind="next") for name, text in advice]
     nodes = _nodes(verdict.paths)
     if len(nodes) > 1:
-        rows = [[source, *(_cell(verdict.paths, source, target) for target in nodes)] for source in nodes]
+        rows = [[source, *(", ".join(_cell(verdict.paths, source, target)) for target in nodes)] for source in nodes]
         body += [page.heading(2, "Links: rate, round trip, sent again"), page.table(["from \\ to", *nodes], rows)]
     notes = [*verdict.hints, *notes]
     if notes:
         body += [page.heading(2, "Notes"), *(page.paragraph(note) for note in notes)]
-    return page.page(f"{title}: cgx-ray why", body)
+    return page.page(f"cgx-ray why: {command}", body)
 
 
 def draw_bars(parts: StepParts) -> Picture:
@@ -139,14 +140,14 @@ def _nodes(paths: Sequence[Path]) -> list[str]:
     return sorted(found[:_SHOWN_NODES])
 
 
-def _cell(paths: Sequence[Path], source: str, target: str) -> str:
+def _cell(paths: Sequence[Path], source: str, target: str) -> list[str]:
     path = next((path for path in paths if (path.source, path.target) == (source, target)), None)
     if path is None:
-        return ""
+        return []
     parts = [format_rate(float(f"{8 * path.bytes_per_s:.3g}")) if path.bytes_per_s else "?"]
     parts += [format_seconds(path.round_trip_s)] if path.round_trip_s is not None else []
     parts += [f"{path.resent_share:.1%}"] if path.resent_share >= 0.001 else []
-    return "\n".join(parts)
+    return parts
 
 
 def _advice(verdict: Verdict) -> list[tuple[str, str]]:

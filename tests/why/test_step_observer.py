@@ -185,6 +185,50 @@ def test_a_copy_of_an_observed_model_is_not_observed(watched: Watched) -> None:
     assert watched.observer.num_warm == 0
 
 
+class LateClock:
+    """A device that is two steps behind its host: marks are numbers, done once `reached` is not below them."""
+
+    def __init__(self) -> None:
+        self.num_marks = self.reached = 0
+
+    def mark(self) -> int:
+        self.num_marks += 1
+        return self.num_marks
+
+    def is_done(self, mark: int) -> bool:
+        return mark <= self.reached
+
+    def seconds(self, first: int, last: int) -> float:
+        return float(last - first)
+
+
+def test_steps_that_a_device_has_not_done_yet_are_counted_later(watched: Watched) -> None:
+    model, clock = make_model(), LateClock()
+    watched.add(model)
+    watched.observer._clock = clock
+    train(model, NUM_WARM_STEPS + 4)
+    assert watched.observer.num_warm == 0
+    clock.reached = clock.num_marks
+    train(model, 1)
+    assert watched.observer.num_warm == NUM_WARM_STEPS
+    # Between the marks at both ends of a part lie those of what is in it.
+    assert {(step.forward_s, step.exposed_s, step.rest_s) for step in watched.observer.steps} == {(1.0, 1.0, 1.0)}
+
+
+@pytest.mark.gpu
+def test_a_gpu_s_steps_have_their_parts(watched: Watched) -> None:
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1)).cuda())
+    watched.add(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(NUM_WARM_STEPS + NUM_STEPS + 20):
+        optimizer.zero_grad()
+        model(torch.ones(64, 512, device="cuda")).mean().backward()
+        optimizer.step()
+    watched.observer.finish()
+    assert len(watched.observer.steps) == NUM_STEPS
+    assert min(step.forward_s + step.backward_s for step in watched.observer.steps) > 0
+
+
 def test_an_error_of_the_observer_is_written_down_and_training_goes_on(
     watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,7 +111,7 @@ def test_ranks_that_were_not_seen_are_named_and_other_nodes_say_where_the_report
     records = training()
     assert "ranks 2, 3 were not seen" in why("--attach", write(tmp_path / "some", records[:2])).output
     done = why("--attach", write(tmp_path / "others", records[2:]))
-    assert (done.exit_code, "ranks 2, 3 ran here; the report is where rank 0 ran" in done.output) == (0, True)
+    assert (done.exit_code, "rank 2 and rank 3 ran here; the report is where rank 0 ran" in done.output) == (0, True)
 
 
 @pytest.mark.parametrize(
