@@ -15,7 +15,7 @@ from cgx_ray.units import format_rate, format_seconds
 from cgx_ray.why.advice import describe_enough
 from cgx_ray.why.paths import Path
 from cgx_ray.why.step_parts import RankBar, StepParts
-from cgx_ray.why.verdict import Verdict
+from cgx_ray.why.verdict import StepVerdict
 
 # Parts of a bar in the order of time: name, field, letter in a terminal, colour.
 _PARTS = (
@@ -30,7 +30,7 @@ _PARTS = (
 _BAR, _SHOWN_RANKS, _SHOWN_NODES = 40, 8, 8
 
 
-def show_verdict(console: Console, verdict: Verdict, notes: Sequence[str]) -> None:
+def show_verdict(console: Console, verdict: StepVerdict, notes: Sequence[str]) -> None:
     """Print the verdict. `notes`: what the report lacks."""
     print_line(console, f"cgx-ray why: {verdict.sentence}", style="bold")
     if verdict.parts is not None:
@@ -51,7 +51,7 @@ def show_verdict(console: Console, verdict: Verdict, notes: Sequence[str]) -> No
         print_line(console, f"note: {hint}", style="dim")
 
 
-def verdict_page(command: str, verdict: Verdict, notes: Sequence[str]) -> str:
+def verdict_page(command: str, verdict: StepVerdict, notes: Sequence[str]) -> str:
     """Return the verdict as one HTML file. `command`: of the script."""
     body = [page.heading(1, "Why is it slow?"), page.paragraph(command, kind="dim")]
     body.append(page.paragraph(verdict.sentence, kind="verdict"))
@@ -150,7 +150,7 @@ def _cell(paths: Sequence[Path], source: str, target: str) -> list[str]:
     return parts
 
 
-def _advice(verdict: Verdict) -> list[tuple[str, str]]:
+def _advice(verdict: StepVerdict) -> list[tuple[str, str]]:
     found = verdict.compression
     if found is None:
         return []

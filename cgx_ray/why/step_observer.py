@@ -38,7 +38,7 @@ class _Clock(Protocol):
     def seconds(self, first: Any, last: Any) -> float: ...
 
 
-class _HostClock:
+class _HostMarks:
     def mark(self) -> float:
         return time.perf_counter()
 
@@ -49,7 +49,7 @@ class _HostClock:
         return last - first
 
 
-class _DeviceClock:
+class _DeviceMarks:
     """Marks the current stream, behind which the host runs ahead. Nobody waits for a mark."""
 
     def __init__(self, device: torch.device) -> None:
@@ -113,7 +113,7 @@ class StepObserver:
         on_end     called after the last step, when its times are known
         """
         self._num_steps, self._on_begin, self._on_end = num_steps, on_begin, on_end
-        self._clock: _Clock = _HostClock()
+        self._clock: _Clock = _HostMarks()
         self._handles: list[Any] = []
         self._models: list[_Observed] = []
         self.lead: _Observed | None = None
@@ -150,7 +150,7 @@ class StepObserver:
         if not self._models:
             self.device = first.device.type
             if self.device == "cuda":
-                self._clock = _DeviceClock(first.device)
+                self._clock = _DeviceMarks(first.device)
             # Dynamo, which compiled models and steps would have look into hooks, cannot.
             stepped = torch.compiler.disable(guarded(self._optimizer_stepped))
             self._handles.append(register_optimizer_step_post_hook(stepped))
@@ -171,7 +171,7 @@ class StepObserver:
             return ()
         named = [(name, one) for name, one in model.module.named_parameters() if one.requires_grad]
         times = [median(times) for times in zip(*self.lead.ready_s, strict=True)]
-        is_timed = isinstance(self._clock, _HostClock) and len(times) == len(named)
+        is_timed = isinstance(self._clock, _HostMarks) and len(times) == len(named)
         return tuple(
             ObservedLayer(
                 name=name,

@@ -29,7 +29,7 @@ _LEAST_SHARE = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class StepVerdict:
     """What bounds the steps of a training.
 
     bound        None if no step was seen
@@ -55,7 +55,7 @@ class Verdict:
         return {"exit_status": self.exit_status, **asdict(self)}
 
 
-def verdict_of(records: Sequence[RankRecord]) -> Verdict:
+def verdict_of(records: Sequence[RankRecord]) -> StepVerdict:
     """Return the verdict on `records`: one per rank that was seen, in order of ranks."""
     paths = paths_of(records)
     parts = parts_of(records)
@@ -66,7 +66,7 @@ def verdict_of(records: Sequence[RankRecord]) -> Verdict:
         (cost for cost in found if cost.seconds >= _LEAST_SHARE * parts.step_s), key=lambda cost: -cost.seconds
     )
     bound = _bound(parts, costs)
-    return Verdict(
+    return StepVerdict(
         bound=bound,
         sentence=_sentence(parts, bound, costs),
         parts=parts,
@@ -100,7 +100,7 @@ def _sentence(parts: StepParts, bound: Bound, costs: Sequence[StepCost]) -> str:
     return f"Your step takes {step}: {compute} compute, {format_seconds(waits_s)} waiting for {top.phrase}."
 
 
-def _without_steps(records: Sequence[RankRecord], paths: tuple[Path, ...]) -> Verdict:
+def _without_steps(records: Sequence[RankRecord], paths: tuple[Path, ...]) -> StepVerdict:
     seen_s = max((record.seen_s for record in records), default=0.0)
     stalled = stalled_cost(records, paths, seen_s)
     if stalled is not None:
@@ -118,7 +118,7 @@ def _without_steps(records: Sequence[RankRecord], paths: tuple[Path, ...]) -> Ve
     else:
         most = max(record.num_warm for record in records)
         sentence = f"Too few steps to judge: the script ended after {format_count(most, 'step')} to warm up."
-    return Verdict(
+    return StepVerdict(
         bound=Bound.NETWORK if stalled is not None else None,
         sentence=sentence,
         parts=None,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 from click.testing import CliRunner
-from support.why_records import card, training
+from support.why.made_records import card, training
 
 from cgx_ray.cli import main
 from cgx_ray.commands import cluster_doctor

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from support.why_records import training
+from support.why.made_records import training
 
 from cgx_ray.cli import main
 from cgx_ray.why.records import GATHERED_FILE, RankRecord, rank_file, to_json
 
-SCRIPT = Path(__file__).parents[1] / "support" / "why_training.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "why" / "script.py"
 SLOW = {"bytes_per_s": 11.7e6, "busy_s": 9.0, "sent_bytes": 100_000_000}
 
 

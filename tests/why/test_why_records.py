@@ -7,7 +7,7 @@ import json
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.why_records import training
+from support.why.made_records import training
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.why.records import RankRecord, from_json, to_json

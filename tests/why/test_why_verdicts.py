@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.why_records import FORWARD_S, card, training
+from support.why.made_records import FORWARD_S, card, training
 
 from cgx_ray.why.records import ProbedPath, RankRecord, StepTimes
 from cgx_ray.why.verdict import EXIT_STATUS, Bound, verdict_of

@@ -1,4 +1,4 @@
-"""A training as users have them, which does not know cgx_ray: `torchrun why_training.py KIND [STEPS]`.
+"""A training as users have them, which does not know cgx_ray: `torchrun script.py KIND [STEPS]`.
 
 KIND: plain; late (DDP is built after 3 s of other work, twice); compiled; never (no DDP); alone (no process group);
 input (each batch takes 50 ms); failing (ends with status 7)
