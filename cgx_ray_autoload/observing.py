@@ -23,11 +23,14 @@ class Guard:
         self.folder = folder
         self.is_over = False
 
-    def wrapped(self, act: Callable[..., object]) -> Callable[..., None]:
-        """Return `act` as a function that does nothing once the observing is over, and returns and raises nothing."""
+    def wrapped(
+        self, act: Callable[..., object], when_over: Callable[[], object] = lambda: None
+    ) -> Callable[..., None]:
+        """Return `act` as a function that raises nothing. Once the observing is over it calls `when_over` instead."""
 
         def call(*given: Any, **named: Any) -> None:
             if self.is_over:
+                when_over()
                 return
             try:
                 act(*given, **named)

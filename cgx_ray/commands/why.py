@@ -20,7 +20,7 @@ from cgx_ray.commands.options import FILE, PICTURE, json_option
 from cgx_ray.errors import ConfigError
 from cgx_ray.report.show import print_line, whole_file, write_json
 from cgx_ray.report.style import save_figure
-from cgx_ray.untrusted import parse_json
+from cgx_ray.untrusted import parse_json, read_bytes
 from cgx_ray.why.records import GATHERED_FILE, OPTIONS_FILE, ObserverOptions, RankRecord, from_json
 from cgx_ray.why.show import draw_bars, show_verdict, verdict_page
 from cgx_ray.why.verdict import verdict_of
@@ -143,7 +143,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 def _report(folder: Path, title: str, outputs: _Outputs) -> int:
     """Report what the ranks have written into `folder`; return the exit status."""
     console = Console(stderr=True)
-    records = [from_json(RankRecord, parse_json(path.read_bytes())) for path in sorted(folder.glob("rank-*.json"))]
+    records = [_read_record(path) for path in sorted(folder.glob("rank-*.json"))]
     if records and records[0].rank != 0:
         ranks = " and ".join(f"rank {record.rank}" for record in records)
         print_line(console, f"cgx-ray why: {ranks} ran here; the report is where rank 0 ran")
@@ -160,6 +160,13 @@ def _report(folder: Path, title: str, outputs: _Outputs) -> int:
     if outputs.json_path is not None:
         write_json(outputs.json_path, {**verdict.described(), "notes": notes})
     return verdict.exit_status
+
+
+def _read_record(path: Path) -> RankRecord:
+    try:
+        return from_json(RankRecord, parse_json(read_bytes(path)))
+    except ValueError as error:  # ConfigError is one
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _notes(folder: Path, records: Sequence[RankRecord]) -> list[str]:

@@ -11,6 +11,7 @@ import resource
 import shutil
 import socket
 import subprocess
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -43,9 +44,10 @@ def _taken(read: Callable[[], _Value], otherwise: _Value) -> _Value:
 
 
 class ConnectionMeter:
-    """TCP connections of this process."""
+    """TCP connections of this process. Any thread may call it."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._first: dict[tuple[str, str], TcpInfo] = {}
         self._last: dict[tuple[str, str], TcpInfo] = {}
         self._rates: defaultdict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=_MAX_RATES))
@@ -53,22 +55,25 @@ class ConnectionMeter:
 
     def begin(self) -> None:
         """Count from now on."""
-        self._first, self._last = dict(_open_connections()), {}
-        self._rates.clear()
-        self._timeouts.clear()
+        with self._lock:
+            self._first, self._last = dict(_open_connections()), {}
+            self._rates.clear()
+            self._timeouts.clear()
 
     def sample(self) -> None:
         """Look at all connections. Call it often: rates are those of the last messages, and closed ones are gone."""
-        for ends, info in _open_connections():
-            before = self._last.get(ends, self._first.get(ends))
-            if before is None or info.sent_bytes > before.sent_bytes:
-                self._rates[ends].append(info.bytes_per_s)
-            self._timeouts[ends] = max(info.num_timeouts, self._timeouts.get(ends, 0))
-            self._last[ends] = info
+        with self._lock:
+            for ends, info in _open_connections():
+                before = self._last.get(ends, self._first.get(ends))
+                if before is None or info.sent_bytes > before.sent_bytes:
+                    self._rates[ends].append(info.bytes_per_s)
+                self._timeouts[ends] = max(info.num_timeouts, self._timeouts.get(ends, 0))
+                self._last[ends] = info
 
     def read(self) -> tuple[Connection, ...]:
         """Return the connections that moved bytes, or tried to, those with the most bytes first."""
-        found = [self._connection(ends, info) for ends, info in self._last.items()]
+        with self._lock:
+            found = [self._connection(ends, info) for ends, info in self._last.items()]
         moved = [one for one in found if one.sent_bytes or one.received_bytes or one.num_timeouts]
         return tuple(sorted(moved, key=lambda one: -one.sent_bytes - one.received_bytes)[:MAX_CONNECTIONS])
 

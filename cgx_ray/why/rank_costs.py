@@ -26,7 +26,7 @@ def rank_costs(records: Sequence[RankRecord], parts: StepParts) -> Iterator[Step
         seconds=parts.uneven_s,
         who="ranks in turns",
         phrase="ranks that come last in turns",
-        evidence="no rank is the last in most steps, but they end backward at different times",
+        evidence="they end backward at different times, now one later and now another one",
         remedy="batches of equal work on all ranks, such as texts sorted by length; processors that nobody else uses",
         saves_s=parts.uneven_s,
     )

@@ -142,8 +142,8 @@ class StepObserver:
         """Exchanges of a step: above 1 if gradients are averaged in each of several backward passes."""
         return self._all_exchanges / len(self.steps) if self.steps else 1.0
 
-    def add_model(self, model: DistributedDataParallel, guarded: Callable[[Any], Any]) -> None:
-        """Observe `model` from now on. `guarded`: makes of a function one that cannot end the training."""
+    def add_model(self, model: DistributedDataParallel, guarded: Callable[..., Callable[..., None]]) -> None:
+        """Observe `model` from now on. `guarded`: as `Guard.wrapped`."""
         if self.is_done:
             return
         one, first = _Observed(model), next(model.parameters())
@@ -154,7 +154,7 @@ class StepObserver:
             # Dynamo, which compiled models and steps would have look into hooks, cannot.
             stepped = torch.compiler.disable(guarded(self._optimizer_stepped))
             self._handles.append(register_optimizer_step_post_hook(stepped))
-        before = torch.compiler.disable(guarded(partial(self._before_forward, one)))
+        before = torch.compiler.disable(guarded(partial(self._before_forward, one), self.close))
         after = torch.compiler.disable(guarded(partial(self._after_forward, one)))
         self._handles.append(model.register_forward_pre_hook(ForwardHook(before)))
         self._handles.append(model.register_forward_hook(ForwardHook(after)))

@@ -17,7 +17,7 @@ from cgx_ray.why.records import RankRecord, StepTimes
 # Steps this many times as long as the median one are left out: between them the script saved or evaluated.
 _PAUSE = 5.0
 # Share of the steps in which one rank must come last to be the one that others wait for.
-_OFTEN = 0.6
+_OFTEN = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +152,6 @@ def _late(steps: Sequence[Sequence[StepTimes]], bars: Sequence[RankBar]) -> tupl
     share, own, others = count / len(steps), bars[place], [bar for bar in bars if bar is not bars[place]]
     if share < _OFTEN:
         return None, fmean(costs)
-    more_s = own.own_s - median(bar.own_s for bar in others)
+    cost_s = fmean(of_late)
     more_input_s = own.input_s - median(bar.input_s for bar in others)
-    late = LateRank(own.rank, share, fmean(of_late), waits_input=more_input_s > more_s / 2)
-    return late, fmean(costs) - fmean(of_late)
+    return LateRank(own.rank, share, cost_s, waits_input=more_input_s > cost_s / 2), fmean(costs) - cost_s

@@ -112,8 +112,8 @@ def _without_steps(records: Sequence[RankRecord], paths: tuple[Path, ...]) -> St
         )
     elif not any(record.num_models for record in records):
         sentence = (
-            f"{format_count(len(records), 'rank')} made a process group and built no DDP model, so steps are unknown; "
-            "below is what links, cards and processors show."
+            f"{format_count(len(records), 'rank')} made a process group and built no DDP model, so steps are unknown: "
+            "all that can be said of it are its links and nodes."
         )
     else:
         most = max(record.num_warm for record in records)

@@ -241,3 +241,5 @@ def test_an_error_of_the_observer_is_written_down_and_training_goes_on(
     assert "ZeroDivisionError" in file.read_text()
     assert watched.guard.is_over
     assert watched.observer.steps == []
+    assert not model._forward_hooks
+    assert not _global_optimizer_post_hooks

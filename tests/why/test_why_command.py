@@ -114,6 +114,12 @@ def test_ranks_that_were_not_seen_are_named_and_other_nodes_say_where_the_report
     assert (done.exit_code, "rank 2 and rank 3 ran here; the report is where rank 0 ran" in done.output) == (0, True)
 
 
+def test_a_broken_record_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / rank_file(0)).write_text("{")
+    done = why("--attach", tmp_path)
+    assert (done.exit_code, str(tmp_path / rank_file(0)) in done.output.replace("\n", "")) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
