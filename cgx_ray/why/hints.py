@@ -10,6 +10,9 @@ from cgx_ray.why.records import NodeFacts, RankRecord
 
 # /dev/shm of a container is 64 MiB unless it asks for more, and a rank of many needs a few thousand files.
 _SHARED_BYTES, _OPEN_FILES = 256 << 20, 4096
+# Share of the time in which a receiver may have no room, and round trip from which on that is the buffer's size and not
+# a process that reads late.
+_NO_ROOM, _FAR_S = 0.3, 5e-3
 
 
 def hints(records: Sequence[RankRecord], paths: Sequence[Path]) -> tuple[str, ...]:
@@ -29,6 +32,12 @@ def hints(records: Sequence[RankRecord], paths: Sequence[Path]) -> tuple[str, ..
         f"{way(path)}: packets of at most {path.path_mtu} bytes pass, the card would send {path.card.mtu}"
         for path in paths
         if path.card is not None and 0 < path.path_mtu < path.card.mtu and path.source != path.target
+    ]
+    found += [
+        f"{way(path)}: the receiver had no room for {path.receiver_limited_share:.0%} of the busy time: "
+        "`sysctl -w net.ipv4.tcp_rmem='4096 131072 25165824'` there"
+        for path in paths
+        if path.receiver_limited_share > _NO_ROOM and (path.round_trip_s or 0.0) > _FAR_S
     ]
     for name in sorted({name for record in records for name in record.versions} - {"kernel"}):
         different = {record.versions.get(name, "none") for record in records}

@@ -43,11 +43,6 @@ class RankBar:
     def compute_s(self) -> float:
         return self.forward_s + self.backward_s
 
-    @property
-    def own_s(self) -> float:
-        """Seconds in which the rank needs nobody else."""
-        return self.input_s + self.compute_s + self.rest_s
-
 
 class LateRank(NamedTuple):
     """The rank that comes last most often.

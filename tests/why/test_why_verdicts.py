@@ -215,6 +215,7 @@ def test_what_costs_nothing_yet_is_a_hint() -> None:
         0: {"shared_bytes": 64 << 20, "max_open_files": 1024},
         1: {"cards": (card("wg0", "10.0.0.2", kind="tunnel", mtu=1420),)},
     }
-    found = "\n".join(verdict_of(training(node=odd)).hints)
-    for words in ("--shm-size", "ulimit -n", "pass the tunnel wg0", "different MTUs (1420, 1500)"):
+    far = {"receiver_limited_s": 2.0, "least_round_trip_s": 0.02}
+    found = "\n".join(verdict_of(training(node=odd, paths={(2, 3): far})).hints)
+    for words in ("net.ipv4.tcp_rmem", "--shm-size", "ulimit -n", "pass the tunnel wg0", "different MTUs (1420, 1500)"):
         assert words in found
