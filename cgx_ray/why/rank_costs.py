@@ -21,12 +21,14 @@ def rank_costs(records: Sequence[RankRecord], parts: StepParts) -> Iterator[Step
     late = parts.late
     if late is not None:
         yield _late_cost(records, parts, late)
+    waited = median(record.waited_share for record in records)
+    crowd = f"; their threads wait {waited:.0%} of the time for a processor" if waited > _CROWDED else ""
     yield StepCost(
         bound=Bound.RANK,
         seconds=parts.uneven_s,
         who="ranks in turns",
         phrase="ranks that come last in turns",
-        evidence="they end backward at different times, now one later and now another one",
+        evidence="they end backward at different times, now one later and now another one" + crowd,
         remedy="batches of equal work on all ranks, such as texts sorted by length; processors that nobody else uses",
         saves_s=parts.uneven_s,
     )
