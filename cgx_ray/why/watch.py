@@ -1,7 +1,7 @@
 """The observer's thread: looks at connections and the node, writes the rank's record, and brings it to rank 0.
 
-Each rank writes its record into the folder on its own node every two seconds, so an end of any kind loses little. If ranks
-are on several nodes, they also hand it over through the store of torch.distributed, and rank 0 writes those of all.
+Each rank writes its record into the folder on its own node every two seconds, so an end of any kind loses little. If
+ranks are on several nodes, they also hand it over through the store of torch.distributed, and rank 0 writes all.
 """
 
 from __future__ import annotations
