@@ -22,6 +22,7 @@ _BENCHES = {
     "planner": ("bench.planner.measure:planner", "Check that plans are optimal, and time the planner."),
     "scale": ("bench.scale.measure:scale", "Load one controller with the reports of thousands of ranks."),
     "step": ("bench.step.measure:step", "Time a step with DDP, torch's hooks and the engine."),
+    "why": ("bench.why.measure:why", "Time steps that `cgx-ray why` observes beside others."),
 }
 
 

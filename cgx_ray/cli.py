@@ -30,6 +30,10 @@ _COMMANDS = {
         "Explain a run: where its time went, its decisions and predictions, and what to try next.",
     ),
     "top": ("cgx_ray.commands.top:top", "Watch a running training: ranks, links, plan and decisions, until it ends."),
+    "why": (
+        "cgx_ray.commands.why:why",
+        "Observe a DDP training that runs as COMMAND, and say what bounds its steps.",
+    ),
 }
 
 

@@ -180,6 +180,11 @@ def is_registered(group: dist.ProcessGroup) -> bool:
     return group in dist.distributed_c10d._world.pg_map
 
 
+def default_store() -> dist.Store:
+    """Return the store of the default process group, which must have been made."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def skip_group_names(number: int) -> None:
     """Let the next groups of torch have names as if so many had been made: names are numbers, the same on all ranks."""
     dist.distributed_c10d._world.group_count += number
@@ -226,6 +231,7 @@ __all__ = [
     "call_after_backward",
     "collective",
     "copy_of_scale",
+    "default_store",
     "divides_by_fewer_ranks",
     "has_rebuilt_buckets",
     "is_in_forward",

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import math
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Mapping
 
 from cgx_ray.monitors.guarded_server import WELCOME, Address, GuardedServer, connect
+from cgx_ray.sockets import tcp_info
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +18,6 @@ _PROBE = struct.Struct("<Q")
 _MAX_READ_BYTES = 4096
 # Seconds between two messages of a client, which waits at most one for each answer.
 MAX_SILENCE_S = 5.0
-_MIN_RTT_OFFSET = 148  # of tcpi_min_rtt in Linux's struct tcp_info
 
 
 class EchoServer(GuardedServer):
@@ -67,17 +65,8 @@ def round_trip_s(
             best_s = min(best_s, time.perf_counter() - start_s)
             if answer != message:
                 raise ConnectionError(f"{host}:{port} answered {answer!r} to {message!r}: not an echo server")
-        return min(best_s, _kernel_round_trip_s(sock))
-
-
-def _kernel_round_trip_s(sock: socket.socket) -> float:
-    """Return the smallest round trip that the kernel measured on this connection; infinite if it does not report it."""
-    if sys.platform != "linux":
-        return math.inf
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT_OFFSET + 4)
-    microseconds = int.from_bytes(info[_MIN_RTT_OFFSET:], sys.byteorder)
-    # The kernel reports ~0 before the first measurement. Kernels before 4.6 have a shorter structure.
-    return microseconds * 1e-6 if 0 < microseconds < 0xFFFFFFFF else math.inf
+        info = tcp_info(sock)
+        return best_s if info is None or info.least_round_trip_s is None else min(best_s, info.least_round_trip_s)
 
 
 def _receive(sock: socket.socket, num_bytes: int, deadline_s: float) -> bytes:

@@ -63,21 +63,42 @@ class Finding:
 
 
 @click.command()
+@click.option("--cluster", metavar="ADDRESS", help="Look at all nodes of this Ray cluster instead; `auto` finds it.")
 @json_option("the findings")
-def doctor(json_path: str | None) -> None:
+def doctor(cluster: str | None, json_path: str | None) -> None:
     """Say what this machine has, what is missing, and how to get it.
 
     The exit status is the sum of 1 if the demo cannot work, 2 if training on CPUs cannot, 4 if this machine has a GPU
     and training on it cannot.
+
+    With --cluster: network cards, MTUs, clocks, ports and versions of all nodes, and the exit status is 1 if something
+    is wrong with them.
     """
-    findings = [finding for look in CHECKS for finding in look()]
     console = console_for(json_path)
+    if cluster is not None:
+        sys.exit(_look_at_cluster(cluster, console, json_path))
+    findings = [finding for look in CHECKS for finding in look()]
     _show(console, findings)
     broken = broken_uses(findings)
+    for use in Use:
+        print_line(console, f"{use.value}: {'cannot work here' if use in broken else 'can work'}")
     if json_path is not None:
         rows = [asdict(finding) | {"needed_for": sorted(finding.needed_for)} for finding in findings]
         write_json(json_path, {"findings": rows, "works": {use.value: use not in broken for use in Use}})
     sys.exit(exit_status(broken if has_gpu() else broken - {Use.GPU}))
+
+
+def _look_at_cluster(address: str, console: Console, json_path: str | None) -> int:
+    from cgx_ray.commands.cluster_doctor import cluster_findings  # noqa: PLC0415 - Ray may not load
+
+    findings = [
+        Finding(name=name, found=found, problem=problem, remedy=remedy)
+        for name, found, problem, remedy in cluster_findings(address)
+    ]
+    _show(console, findings)
+    if json_path is not None:
+        write_json(json_path, {"findings": [asdict(finding) | {"needed_for": []} for finding in findings]})
+    return int(any(finding.problem for finding in findings))
 
 
 def has_gpu() -> bool:
@@ -102,9 +123,6 @@ def _show(console: Console, findings: list[Finding]) -> None:
     for finding in findings:
         if finding.problem:
             print_line(console, f"{finding.name}: {finding.remedy}", style="yellow")
-    broken = broken_uses(findings)
-    for use in Use:
-        print_line(console, f"{use.value}: {'cannot work here' if use in broken else 'can work'}")
 
 
 def _python() -> list[Finding]:

@@ -154,11 +154,57 @@ def _with_lightning(rank: int, folder: Path) -> tuple[Tensor, Tensor, int]:
     return whole, resumed, len(states[rank]["residuals"])
 
 
+def _observed_by_why(rank: int, folder: Path) -> list[int]:
+    """Train with Accelerate, then with Lightning, as their users do; return how many steps `cgx-ray why` has seen."""
+    import lightning.pytorch as pl
+    from accelerate import Accelerator
+
+    from cgx_ray.why import observer
+    from cgx_ray_autoload.observing import arm
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = _model()
+
+        def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+            return (self.layers(batch["x"]) - batch["labels"]).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    def num_steps() -> int:
+        assert observer._observer is not None
+        observer._observer._steps.finish()
+        return observer._observer._steps.num_warm + len(observer._observer._steps.steps)
+
+    _as_launched(rank)
+    arm(str(folder))
+    accelerator, module = Accelerator(cpu=True), _model()
+    model, optimizer = accelerator.prepare(module, torch.optim.Adam(module.parameters(), lr=0.01))
+    for step in range(7):
+        one = _Numbers()[2 * step + rank]
+        accelerator.backward((model(one["x"][None]) - one["labels"]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    with_accelerate = num_steps()
+    trainer = pl.Trainer(
+        max_epochs=1, accelerator="cpu", devices=2, strategy="ddp", enable_checkpointing=False, logger=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Module(), torch.utils.data.DataLoader(_Numbers(), batch_size=16))
+    assert list(folder.glob("error-*")) == []
+    return [with_accelerate, num_steps() - with_accelerate]
+
+
 def test_trainings_go_on_from_their_checkpoints_bit_for_bit(tmp_path: Path) -> None:
     # In the same two processes: to import the trainers takes ten times as long as to train.
     trainings = [_with_transformers, _with_accelerate, _with_lightning]
     cases = [partial(train, folder=tmp_path / train.__name__) for train in trainings]
-    for train, results in zip(trainings, run_cases(2, cases), strict=True):
+    *all_results, observed = run_cases(2, [*cases, partial(_observed_by_why, folder=tmp_path / "why")])
+    # 96 numbers for two ranks, 16 at a time, are 3 steps.
+    assert observed == [[7, 3]] * 2
+    for train, results in zip(trainings, all_results, strict=True):
         assert not isinstance(results[0], Exception), results[0]
         (whole, resumed, num_residuals), (other, *_) = results
         assert torch.equal(whole, other), train

@@ -8,14 +8,13 @@ be distinguished from all others of the process: one end of each is there, on th
 from __future__ import annotations
 
 import logging
-import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-logger = logging.getLogger(__name__)
+from cgx_ray.sockets import tcp_sockets
 
-_FOLDER = "/proc/self/fd"
+logger = logging.getLogger(__name__)
 
 
 class GlooSockets:
@@ -29,7 +28,7 @@ class GlooSockets:
     def shut_down(self) -> int:
         """Hang up on all ranks, which ends the group's collectives here and there; return the number of connections."""
         count = 0
-        for opened in _tcp_sockets():
+        for opened in _open_sockets():
             try:
                 own, other = opened.getsockname()[:2], opened.getpeername()[:2]
                 if own in self._own or other in self._others:
@@ -52,31 +51,14 @@ def noted_listeners() -> Iterator[list[tuple[str, int]]]:
 def _listeners() -> set[tuple[str, int]]:
     return {
         opened.getsockname()[:2]
-        for opened in _tcp_sockets()
+        for opened in _open_sockets()
         if opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     }
 
 
-def _tcp_sockets() -> Iterator[socket.socket]:
-    """Yield a copy of each TCP socket of this process, which is closed when the next one is asked for."""
+def _open_sockets() -> Iterator[socket.socket]:
     try:
-        names = os.listdir(_FOLDER)
+        yield from tcp_sockets()
     except OSError as error:
         # Nothing can be opened any more.
         logger.warning("the connections of Gloo cannot be found (%s): its collectives end after their time-out", error)
-        return
-    for name in names:
-        try:
-            if not os.readlink(f"{_FOLDER}/{name}").startswith("socket:"):
-                continue
-            copy = os.dup(int(name))
-        except OSError:
-            continue  # closed meanwhile
-        try:
-            opened = socket.socket(fileno=copy)
-        except OSError:
-            os.close(copy)  # no family that Python knows
-            continue
-        with opened:
-            if opened.family in (socket.AF_INET, socket.AF_INET6) and opened.type == socket.SOCK_STREAM:
-                yield opened

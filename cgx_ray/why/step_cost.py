@@ -1,0 +1,39 @@
+"""A cause that costs a step its time: who it is, what shows it, what mends it, and what that would gain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+# Share of the step that the network, a rank or input must cost to bound it: whoever mends less hardly notices.
+BOUND_SHARE = 0.15
+
+
+class Bound(StrEnum):
+    """What bounds the step."""
+
+    NOTHING = "nothing"
+    NETWORK = "network"
+    RANK = "rank"
+    INPUT = "input"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """One cause.
+
+    seconds   of each step that it costs
+    who       the path, rank or node
+    phrase    as it ends "... s waiting for"
+    evidence  what was measured
+    remedy    the command or setting that mends it
+    saves_s   seconds of each step that the remedy would gain; 0 if that cannot be said
+    """
+
+    bound: Bound
+    seconds: float
+    who: str
+    phrase: str
+    evidence: str
+    remedy: str
+    saves_s: float

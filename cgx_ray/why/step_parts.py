@@ -1,0 +1,152 @@
+"""Where the time of a step goes, by rank: computed from the records of all ranks, without any clock that they share.
+
+In a synchronous step all ranks wait for the last one. Whoever comes last waits the least: what it waits after backward
+is the network's, and what the others wait beyond that is the last rank's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import NamedTuple
+
+from cgx_ray.why.records import RankRecord, StepTimes
+
+# Steps this many times as long as the median one are left out: between them the script saved or evaluated.
+_PAUSE = 5.0
+# Share of the steps in which one rank must come last to be the one that others wait for.
+_OFTEN = 0.7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBar:
+    """Mean seconds of a step on one rank: all parts but `hidden_s` and `processor_s` one after the other.
+
+    network_s  of the exchange after backward, what the last rank takes too
+    waiting_s  what this rank takes beyond that: it waits for a later one
+    """
+
+    rank: int
+    node: str
+    input_s: float
+    forward_s: float
+    backward_s: float
+    waiting_s: float
+    network_s: float
+    rest_s: float
+    hidden_s: float
+    processor_s: float
+
+    @property
+    def compute_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+class LateRank(NamedTuple):
+    """The rank that comes last most often.
+
+    share        of steps in which it is the last
+    cost_s       mean seconds by which the others wait for it, per step
+    waits_input  True if what it takes longer lies before the forward pass
+    """
+
+    rank: int
+    share: float
+    cost_s: float
+    waits_input: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepParts:
+    """The mean step of all ranks.
+
+    bars       of each rank, in order
+    network_s  of the exchange after backward, as in `RankBar`
+    input_s    what every rank waits before the forward pass
+    late       None if there is one rank
+    uneven_s   what ranks wait for one that is not `late`: ranks are last in turns
+    num_steps  that count
+    """
+
+    step_s: float
+    bars: tuple[RankBar, ...]
+    network_s: float
+    input_s: float
+    late: LateRank | None
+    uneven_s: float
+    num_steps: int
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of the usual rank for forward, backward and the optimizer."""
+        return median(bar.compute_s + bar.rest_s for bar in self.bars)
+
+
+def parts_of(records: Sequence[RankRecord]) -> StepParts | None:
+    """Return the mean step of `records`, one per rank in order; None if they have no step in common."""
+    steps = list(zip(*(record.steps for record in records), strict=False))
+    if not steps:
+        return None
+    usual_s = median(_longest(step) for step in steps)
+    kept = [step for step in steps if _longest(step) <= _PAUSE * usual_s]
+    network = [min(one.exposed_s for one in step) for step in kept]
+    bars = [
+        _bar(record, [step[place] for step in kept], fmean(network), kept, place)
+        for place, record in enumerate(records)
+    ]
+    late, uneven_s = _late(kept, bars)
+    return StepParts(
+        step_s=fmean(_longest(step) for step in kept),
+        bars=tuple(bars),
+        network_s=fmean(network),
+        input_s=fmean(min(one.input_s for one in step) for step in kept),
+        late=late,
+        uneven_s=uneven_s,
+        num_steps=len(kept),
+    )
+
+
+def _longest(step: Sequence[StepTimes]) -> float:
+    return max(one.step_s for one in step)
+
+
+def _bar(
+    record: RankRecord, own: Sequence[StepTimes], network_s: float, steps: Sequence[Sequence[StepTimes]], place: int
+) -> RankBar:
+    waiting = [step[place].exposed_s - min(one.exposed_s for one in step) for step in steps]
+    return RankBar(
+        rank=record.rank,
+        node=record.node.name,
+        input_s=fmean(one.input_s for one in own),
+        forward_s=fmean(one.forward_s for one in own),
+        backward_s=fmean(one.backward_s for one in own),
+        waiting_s=fmean(waiting),
+        network_s=network_s,
+        rest_s=fmean(one.rest_s for one in own),
+        hidden_s=fmean(one.hidden_s for one in own),
+        processor_s=fmean(one.processor_s for one in own),
+    )
+
+
+def _late(steps: Sequence[Sequence[StepTimes]], bars: Sequence[RankBar]) -> tuple[LateRank | None, float]:
+    """Return the rank that is last most often, and the mean seconds that ranks wait for others."""
+    if len(bars) < 2:
+        return None, 0.0
+    lasts: list[int] = []
+    costs: list[float] = []
+    for step in steps:
+        last = min(range(len(bars)), key=lambda place: step[place].exposed_s)
+        lasts.append(last)
+        # The usual one of the others, since an early rank waits for those as well.
+        waiting = [one.exposed_s for place, one in enumerate(step) if place != last]
+        costs.append(median(waiting) - step[last].exposed_s)
+    place, count = Counter(lasts).most_common(1)[0]
+    of_late = [cost if last == place else 0.0 for cost, last in zip(costs, lasts, strict=True)]
+    share, own, others = count / len(steps), bars[place], [bar for bar in bars if bar is not bars[place]]
+    if share < _OFTEN:
+        return None, fmean(costs)
+    cost_s = fmean(of_late)
+    more_input_s = own.input_s - median(bar.input_s for bar in others)
+    return LateRank(own.rank, share, cost_s, waits_input=more_input_s > cost_s / 2), fmean(costs) - cost_s

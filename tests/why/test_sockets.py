@@ -1,0 +1,77 @@
+"""What the kernel says of connections, and which connections a process has."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from cgx_ray.sockets import tcp_info, tcp_sockets
+from cgx_ray.why.meters import MAX_CONNECTIONS, ConnectionMeter, NodeMeter
+
+NUM_BYTES = 3 << 20
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as client,
+        server.accept()[0] as accepted,
+    ):
+        yield client, accepted
+
+
+def send(client: socket.socket, accepted: socket.socket, num_bytes: int = NUM_BYTES) -> None:
+    left = num_bytes
+    while left:
+        client.sendall(bytes(min(left, 1 << 16)))
+        got = 0
+        while got < min(left, 1 << 16):
+            got += len(accepted.recv(1 << 16))
+        left -= got
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts what a connection carries")
+def test_the_kernel_counts_what_a_connection_carries(pair: tuple[socket.socket, socket.socket]) -> None:
+    send(*pair)
+    out, back = (tcp_info(one) for one in pair)
+    assert out is not None
+    assert back is not None
+    assert (out.sent_bytes, out.resent_bytes, out.received_bytes) == (NUM_BYTES, 0, 0)
+    assert (back.sent_bytes, back.received_bytes) == (0, NUM_BYTES)
+    assert out.num_timeouts == 0
+    assert 0 < out.segment_bytes <= out.path_mtu
+    assert out.least_round_trip_s is not None
+    assert 0 < out.least_round_trip_s <= out.round_trip_s < 1
+    assert out.bytes_per_s > 0
+
+
+def test_a_process_finds_its_own_connections(pair: tuple[socket.socket, socket.socket]) -> None:
+    assert {one.getsockname() for one in pair} <= {one.getsockname() for one in tcp_sockets()}
+
+
+def test_a_meter_counts_from_its_begin(pair: tuple[socket.socket, socket.socket]) -> None:
+    meter = ConnectionMeter()
+    send(*pair)
+    meter.begin()
+    send(*pair, num_bytes=1 << 20)
+    meter.sample()
+    ends = {f"{host}:{port}" for host, port in (one.getsockname() for one in pair)}
+    found = [one for one in meter.read() if {one.own, one.other} == ends]
+    assert sorted((one.sent_bytes, one.received_bytes) for one in found) == [(0, 1 << 20), (1 << 20, 0)]
+    assert len(meter.read()) <= MAX_CONNECTIONS
+
+
+def test_a_node_has_loopback_and_processors() -> None:
+    meter = NodeMeter()
+    meter.begin()
+    facts, seen_s, waited_s = meter.read(asks_gpus=False)
+    assert facts.num_processors >= 1
+    assert facts.name == socket.gethostname()
+    (loopback,) = (card for card in facts.cards if card.kind == "loopback")
+    assert "127.0.0.1" in loopback.addresses
+    assert seen_s > 0
+    assert waited_s >= 0

@@ -1,0 +1,221 @@
+"""The verdict on constructed records: what bounds the step, who is to blame, what mends it, and what it would gain."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.why.made_records import FORWARD_S, card, training
+
+from cgx_ray.why.records import ProbedPath, RankRecord, StepTimes
+from cgx_ray.why.verdict import EXIT_STATUS, Bound, verdict_of
+
+SLOW = {"bytes_per_s": 11.7e6, "busy_s": 9.0, "sent_bytes": 100_000_000}
+
+
+def test_a_healthy_training_is_called_healthy_and_is_sold_no_compression() -> None:
+    verdict = verdict_of(training())
+    assert (verdict.bound, verdict.exit_status) == (Bound.NOTHING, 0)
+    assert "Nothing to mend there, and nothing to compress." in verdict.sentence
+    assert verdict.costs == ()
+    assert verdict.hints == ()
+    assert verdict.compression is not None
+    assert verdict.compression.sentence.startswith("none:")
+
+
+def test_slow_links_bound_all_ranks_alike_and_compression_would_gain() -> None:
+    verdict = verdict_of(training(network_s=2.2, usual_path=SLOW))
+    assert (verdict.bound, verdict.exit_status) == (Bound.NETWORK, 3)
+    assert verdict.costs[0].who == "all paths"
+    assert "links of 93.6 Mbit/s" in verdict.sentence
+    found = verdict.compression
+    assert found is not None
+    assert "qsgd" in found.plan
+    assert found.loss is not None
+    assert found.loss <= 1.01
+    assert 1 < found.saves_s < 2.2
+    assert found.enough_bit_per_s is not None
+    assert found.enough_bit_per_s > 5 * found.seen_bit_per_s
+
+
+def test_one_slow_path_is_named_with_its_card() -> None:
+    cost = verdict_of(training(network_s=2.2, paths={(1, 2): SLOW})).costs[0]
+    assert cost.who == "from node-1 to node-2"
+    assert "card eth0 of node-1 says 1 Gbit/s" in cost.evidence
+    assert "the uplink of node-1, or the downlink of node-2; --probe tells which" in cost.evidence
+    assert cost.saves_s == pytest.approx(2.2 * 0.9)
+
+
+@pytest.mark.parametrize(("end", "named"), [(0, "the uplink of node-1"), (1, "the downlink of node-1")])
+def test_probes_tell_an_uplink_from_a_downlink(end: int, named: str) -> None:
+    records = training(network_s=2.2, paths={(1, 2) if end == 0 else (0, 1): SLOW})
+    for rank, one in enumerate(records):
+        probes = tuple(
+            ProbedPath(
+                own=f"10.0.0.{rank + 1}",
+                other=f"10.0.0.{other + 1}",
+                bytes_per_s=11.7e6 if (rank, other)[end] == 1 else 117e6,
+                latency_s=1e-4,
+            )
+            for other in range(4)
+            if other != rank
+        )
+        records[rank] = replace(one, probes=probes)
+    verdict = verdict_of(records)
+    assert verdict.costs[0].who == named
+    assert len(verdict.paths) == 12
+
+
+@pytest.mark.parametrize(
+    ("node", "given", "says"),
+    [
+        ({}, {}, "compare its batch size"),
+        ({"throttled_s": 4.0}, {}, "raise the container's limit"),
+        ({"stolen_share": 0.3}, {}, "move it to another machine"),
+        ({"gpus": ("H100, 16, 16, 5, 5, 0x0000000000000008",)}, {}, "nvidia-smi -q"),
+        ({}, {"waited_s": 4.0}, "`top` on node-2"),
+    ],
+)
+def test_a_slow_rank_is_named_with_its_reason(node: dict[str, Any], given: dict[str, Any], says: str) -> None:
+    records = training(late={2: {"forward_s": FORWARD_S, "backward_s": 0.2}}, node={2: node})
+    records[2] = replace(records[2], **given)
+    verdict = verdict_of(records)
+    assert (verdict.bound, verdict.exit_status) == (Bound.RANK, 4)
+    assert verdict.costs[0].who == "rank 2 on node-2"
+    assert verdict.costs[0].seconds == pytest.approx(0.3)
+    assert says in verdict.costs[0].remedy
+    assert "waiting for rank 2 on node-2" in verdict.sentence
+
+
+def test_input_of_all_ranks_and_of_one_are_both_input() -> None:
+    of_all = verdict_of(training(late={rank: {"input_s": 0.4} for rank in range(4)}))
+    assert (of_all.bound, of_all.exit_status, of_all.costs[0].who) == (Bound.INPUT, 5, "all ranks")
+    of_one = verdict_of(training(late={3: {"input_s": 0.4}}))
+    assert (of_one.bound, of_one.costs[0].who) == (Bound.INPUT, "rank 3 on node-3")
+    assert "DataLoader" in of_one.costs[0].remedy
+
+
+def test_ranks_that_are_last_in_turns_are_told_from_one_that_always_is() -> None:
+    records = training()
+    long, short = (StepTimes(forward_s=seconds, backward_s=0.2, exposed_s=0.5 - seconds) for seconds in (0.4, 0.1))
+    records = [
+        replace(one, steps=tuple(long if step % 4 == one.rank else short for step in range(20))) for one in records
+    ]
+    verdict = verdict_of(records)
+    assert verdict.bound is Bound.RANK
+    assert verdict.costs[0].who == "ranks in turns"
+
+
+def test_round_trips_count_where_buckets_are_small_and_larger_ones_mend_it() -> None:
+    records = training(network_s=1.0, usual_path={"least_round_trip_s": 0.02}, bucket_bytes=(1 << 20,) * 40)
+    cost = verdict_of(records).costs[0]
+    assert cost.phrase == "round trips of 20 ms"
+    assert "bucket_cap_mb=20" in cost.remedy
+    assert cost.saves_s == pytest.approx(1.0 * 38 / 40)
+
+
+def test_a_path_that_loses_packets_is_named() -> None:
+    lossy = {**SLOW, "resent_bytes": 1_000_000}
+    cost = verdict_of(training(network_s=2.2, paths={(0, 1): lossy})).costs[0]
+    assert cost.who == "from node-0 to node-1"
+    assert "1.0% of the bytes were sent again" in cost.evidence
+
+
+def test_a_faster_card_on_every_node_is_named_with_the_setting() -> None:
+    cards = {rank: {"cards": (card(address=f"10.0.0.{rank + 1}", bit_per_s=1e8), fast(rank))} for rank in range(4)}
+    cost = verdict_of(training(network_s=2.2, usual_path=SLOW, node=cards)).costs[0]
+    assert cost.remedy.startswith("`export GLOO_SOCKET_IFNAME=fast0 NCCL_SOCKET_IFNAME=fast0`")
+    assert cost.saves_s == pytest.approx(2.2 * 0.99)
+    assert "their drivers say" in cost.evidence
+    del cards[3]
+    assert all("IFNAME" not in cost.remedy for cost in verdict_of(training(network_s=2.2, node=cards)).costs)
+
+
+def test_a_faster_card_is_found_by_probes_where_drivers_do_not_say() -> None:
+    cards = {
+        rank: {"cards": tuple(replace(one, bit_per_s=0.0) for one in (card(address=f"10.0.0.{rank + 1}"), fast(rank)))}
+        for rank in range(4)
+    }
+    records = training(network_s=2.2, usual_path=SLOW, node=cards)
+    for rank, one in enumerate(records):
+        probes = tuple(
+            ProbedPath(own=f"10.{net}.0.{rank + 1}", other=f"10.{net}.0.{other + 1}", bytes_per_s=rate, latency_s=1e-4)
+            for net, rate in ((0, 11.7e6), (1, 117e6))
+            for other in range(4)
+            if other != rank
+        )
+        records[rank] = replace(one, probes=probes)
+    verdict = verdict_of(records)
+    assert "card eth0 of all nodes" in {cost.who for cost in verdict.costs}
+    assert "fast0 is up on every node (936 Mbit/s, probed)" in verdict.costs[0].evidence
+    assert {round(path.bytes_per_s) for path in verdict.paths} == {11_700_000}
+
+
+def fast(rank: int) -> Any:
+    return card("fast0", f"10.1.0.{rank + 1}", bit_per_s=1e10)
+
+
+def test_traffic_of_others_is_told_from_our_own() -> None:
+    cost = verdict_of(
+        training(network_s=2.2, usual_path=SLOW, node={2: {"cards": (card(address="10.0.0.3", sent_bytes=10**9),)}})
+    ).costs[0]
+    assert cost.who == "card eth0 of node-2"
+    assert "are not this training's" in cost.evidence
+
+
+def test_a_path_on_which_nothing_arrives_is_named_although_no_step_ends() -> None:
+    records = [replace(one, steps=()) for one in training(paths={(2, 3): {"num_timeouts": 6}})]
+    verdict = verdict_of(records)
+    assert (verdict.bound, verdict.exit_status) == (Bound.NETWORK, 3)
+    assert verdict.costs[0].who == "from node-2 to node-3"
+    assert "large packets do not pass" in verdict.costs[0].evidence
+
+
+def test_several_exchanges_per_step_ask_for_no_sync() -> None:
+    assert any("no_sync" in cost.remedy for cost in verdict_of(training(network_s=1.0, num_exchanges=4.0)).costs)
+
+
+def test_ranks_of_one_node_are_told_that_they_share_it() -> None:
+    records = [replace(one, node=replace(one.node, name="here", num_processors=2)) for one in training(network_s=1.0)]
+    verdict = verdict_of(records)
+    assert verdict.costs[0].who == "ranks of here"
+    assert "4 ranks share 2 processors" in verdict.costs[0].evidence
+
+
+@pytest.mark.parametrize(
+    ("records", "says"),
+    [
+        ([], "no process group and no DDP model"),
+        ([replace(one, num_models=0, num_warm=0, steps=()) for one in training(2)], "built no DDP model"),
+        ([replace(one, num_warm=3, steps=()) for one in training(2)], "ended after 3 steps to warm up"),
+    ],
+)
+def test_without_steps_the_verdict_says_what_was_missing(records: list[RankRecord], says: str) -> None:
+    verdict = verdict_of(records)
+    assert says in verdict.sentence
+    assert (verdict.bound, verdict.exit_status) == (None, 1)
+
+
+def test_steps_beside_a_long_pause_do_not_count() -> None:
+    records = [replace(one, steps=(*one.steps, replace(one.steps[0], input_s=60.0))) for one in training()]
+    verdict = verdict_of(records)
+    assert verdict.bound is Bound.NOTHING
+    assert verdict.parts is not None
+    assert verdict.parts.num_steps == 20
+
+
+def test_each_bound_has_an_exit_status_of_its_own() -> None:
+    assert EXIT_STATUS.keys() == {*Bound, None}
+    assert len(set(EXIT_STATUS.values())) == len(EXIT_STATUS)
+
+
+def test_what_costs_nothing_yet_is_a_hint() -> None:
+    odd = {
+        0: {"shared_bytes": 64 << 20, "max_open_files": 1024},
+        1: {"cards": (card("wg0", "10.0.0.2", kind="tunnel", mtu=1420),)},
+    }
+    far = {"receiver_limited_s": 2.0, "least_round_trip_s": 0.02}
+    found = "\n".join(verdict_of(training(node=odd, paths={(2, 3): far})).hints)
+    for words in ("net.ipv4.tcp_rmem", "--shm-size", "ulimit -n", "pass the tunnel wg0", "different MTUs (1420, 1500)"):
+        assert words in found
