@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
 
-NUM_LAYERS = 8
+NUM_LAYERS, NUM_COLUMNS = 8, 64
 
 
 class _Sleep(Function):
@@ -42,8 +42,8 @@ class Sleeping(nn.Module):
 
     def __init__(self, megabytes: float, compute_s: float) -> None:
         super().__init__()
-        numel = round(megabytes * 1e6 / 4 / NUM_LAYERS)
-        self.layers = nn.ParameterList(torch.zeros(numel) for _ in range(NUM_LAYERS))
+        num_rows = round(megabytes * 1e6 / 4 / NUM_LAYERS / NUM_COLUMNS)
+        self.layers = nn.ParameterList(torch.zeros(num_rows, NUM_COLUMNS) for _ in range(NUM_LAYERS))
         self.sleep_s = compute_s / 2 / NUM_LAYERS
 
     def forward(self, value_N: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--megabytes", type=float, default=4)
-    parser.add_argument("--bucket-mb", type=float, default=1)
+    parser.add_argument("--bucket-mb", type=float, default=0.5)
     parser.add_argument("--compute-s", type=float, default=0.1)
     parser.add_argument("--input-s", type=float, default=0, help="what each batch takes")
     parser.add_argument("--work-s", type=float, default=0, help="processor time of each step, besides")
