@@ -30,6 +30,8 @@ LOOK_S = 0.25
 _WRITE_S = 2.0
 # Seconds that the end of a process waits for the records of other ranks, and for rank 0 to have them.
 GATHER_S = 5.0
+# Seconds that rank 0 gives others to see that it has all records: where its script then ends, theirs would fail.
+_LINGER_S = 2.0
 _KEY, _ALL = "cgx_ray_why", "all"
 
 
@@ -111,9 +113,10 @@ class Watch:
             return not missing
 
         self._wait_for(take_all)
-        self._write_json(GATHERED_FILE, {"missing": sorted(missing)})
         if self._store is not None:
             self._store.set(f"{_KEY}/{_ALL}", "1")
+            time.sleep(_LINGER_S)
+        self._write_json(GATHERED_FILE, {"missing": sorted(missing)})
 
     def _take(self, rank: int) -> bool:
         """Return whether this node has the record of `rank`."""
