@@ -16,21 +16,36 @@ SCRIPT = Path(__file__).with_name("sleeping_training.py")
 
 
 def ask_why(
-    lab: Lab, folder: Path, *words: str, num_steps: int = 30, options: tuple[str, ...] = (), **env: str
+    lab: Lab,
+    folder: Path,
+    *words: str,
+    num_steps: int = 30,
+    options: tuple[str, ...] = (),
+    interrupt_s: int | None = None,
+    **env: str,
 ) -> dict[str, Any]:
     """Train with `words` in all hosts until `num_steps` were observed. Return the verdict's JSON.
 
-    options  of `cgx-ray why`
+    options      of `cgx-ray why`
+    interrupt_s  seconds after which somebody on host 0 types Ctrl-C
     """
     verdict, said = folder / "why.json", list[str]()
-    why = [sys.executable, "-m", "cgx_ray", "why", "--stop", "--steps", str(num_steps), "--json", str(verdict)]
-    argv = [*why, *options, "--", sys.executable, str(SCRIPT), *words]
-    status = run_in_hosts(lab, range(len(lab.hosts)), argv, lambda host, line: said.append(f"[{host}] {line}"), {**os.environ, **env})
-    assert verdict.exists(), "".join(said)
+    argv = [sys.executable, "-m", "cgx_ray", "why", "--stop", "--steps", str(num_steps), "--json", str(verdict)]
+    argv += [*options, "--", sys.executable, str(SCRIPT), *words]
+    if interrupt_s is not None:
+        where = f"[ $RANK = 0 ] && exec timeout --foreground --preserve-status --signal INT {interrupt_s} \"$@\""
+        argv = ["sh", "-c", f'{where}; exec "$@"', "sh", *argv]
+    status = run_in_hosts(
+        lab,
+        range(len(lab.hosts)),
+        argv,
+        lambda host, line: said.append(f"[{host}] {line}"),
+        {**os.environ, **env},
+    )
+    print("".join(said))  # of a test that fails
     found: dict[str, Any] = json.loads(verdict.read_text())
-    assert found["exit_status"] == status, "".join(said)
-    assert found["notes"] == [], found["notes"]
-    print("".join(line for line in said if line.startswith("[0]")))
+    assert status == (found["exit_status"] if interrupt_s is None else 130)
+    assert found["notes"] == []
     return found
 
 
