@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.emulated import needs_lab
-from support.why_lab import add_cards, ask_why
+from support.why.lab import add_cards, ask_why
 
 from cgx_ray.lab.namespaces import Lab
 
