@@ -1,8 +1,8 @@
 """The observer's thread: looks at connections and the node, writes the rank's record, and brings it to rank 0.
 
 Each rank writes its record into the folder on its own node every two seconds, so an end of any kind loses little. If
-ranks are on several nodes, they also hand it over through the store of torch.distributed, and rank 0 writes all: once it
-is whole, and before that what was seen so far, for a step that never ends and for Ctrl-C.
+ranks are on several nodes, they also hand it over through the store of torch.distributed, and rank 0 writes all: when
+it is whole, and before that as far as it goes, for a step that never ends and for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -101,13 +101,8 @@ class Watch:
             written_s = now_s
             record = self._record(self)
             self._write(record)
-            if self._store is None or now_s - start_s < _SOON_S * 2**num_handed:
-                continue
-            if self._rank:
-                self._hand_over(record, f"{self._rank}/{num_handed}")
-                num_handed += 1
-            elif all([self._take(f"{rank}/{num_handed}") for rank in range(1, self._world_size)]):
-                num_handed += 1
+            if self._store is not None and now_s - start_s >= _SOON_S * 2**num_handed:
+                num_handed += self._share(record, num_handed)
         record = dataclasses.replace(self._record(self), is_whole=True)
         self._write(record)
         if self._rank == 0:
@@ -116,6 +111,13 @@ class Watch:
             self._hand_over(record, str(self._rank))
             self._wait_for(lambda: self._holds(_ALL))
             self._write_json(GATHERED_FILE, {"missing": []})
+
+    def _share(self, record: RankRecord, number: int) -> bool:
+        """Hand over what this rank has seen, as its record `number`. On rank 0: return whether all others did."""
+        if self._rank:
+            self._hand_over(record, f"{self._rank}/{number}")
+            return True
+        return all([self._take(f"{rank}/{number}") for rank in range(1, self._world_size)])
 
     def _gather(self) -> None:
         """Wait for the records of all ranks, and write those of other nodes."""
@@ -144,8 +146,9 @@ class Watch:
         packed = zlib.compress(json.dumps(to_json(record)).encode())
         starts = range(0, len(packed), _PIECE_BYTES)
         for place, start in enumerate(starts):
+            piece = packed[start : start + _PIECE_BYTES]
             # It takes bytes, too.
-            self._store.set(f"{_KEY}/{name}/piece{place}", packed[start : start + _PIECE_BYTES])  # type: ignore[arg-type]
+            self._store.set(f"{_KEY}/{name}/piece{place}", piece)  # type: ignore[arg-type]
             self._holds(_ALL)  # waits for an answer: the next piece would go into the same packet
         self._store.set(f"{_KEY}/{name}", str(len(starts)))
 

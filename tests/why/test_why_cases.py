@@ -1,4 +1,4 @@
-"""Twelve networks and trainings in a lab, and what `cgx-ray why` says of each: its exit status, what bounds the step, who.
+"""Twelve networks and trainings in a lab, and what `cgx-ray why` says of each: its exit status, the bound, and who.
 
 On few processors compute sleeps, and rates are low: ratios of times are those of a real cluster.
 """

@@ -33,7 +33,7 @@ def ask_why(
     argv = [sys.executable, "-m", "cgx_ray", "why", "--stop", "--steps", str(num_steps), "--json", str(verdict)]
     argv += [*options, "--", sys.executable, str(SCRIPT), *words]
     if interrupt_s is not None:
-        where = f"[ $RANK = 0 ] && exec timeout --foreground --preserve-status --signal INT {interrupt_s} \"$@\""
+        where = f'[ $RANK = 0 ] && exec timeout --foreground --preserve-status --signal INT {interrupt_s} "$@"'
         argv = ["sh", "-c", f'{where}; exec "$@"', "sh", *argv]
     status = run_in_hosts(
         lab,
