@@ -29,7 +29,7 @@ class LinkState:
     loss            fraction of packets lost, each a segment of `MTU_BYTES`
     queue_bytes     bytes that wait at the link before it drops packets, as behind an access line. None: the sending
                     host waits instead, as behind a network card, and nothing is dropped
-    mtu_bytes       larger IP packets are lost and their sender is not told, as behind a misconfigured switch or VPN
+    mtu_bytes       larger IP packets are lost and their sender is not told, as behind a wrong switch
     """
 
     rate_bit_per_s: float

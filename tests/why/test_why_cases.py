@@ -57,8 +57,8 @@ def test_one_slow_uplink_is_named(tmp_path: Path) -> None:
 @needs_lab()
 def test_a_rank_whose_processor_is_taken_is_named(tmp_path: Path) -> None:
     with Lab(2, rate_bit_per_s=1e9) as lab:
-        words = ("--megabytes", "1", "--work-s", "0.1", "--crowded-rank", "1")
-        found = ask_why(lab, tmp_path, *words, num_steps=12)
+        words = ("--megabytes", "1", "--compute-s", "0.05", "--work-s", "0.06", "--crowded-rank", "1")
+        found = ask_why(lab, tmp_path, *words, num_steps=10)
     assert found["exit_status"] == 4, found["sentence"]
     assert top(found) == "rank 1 on cgx-host-1"
     assert "for a processor" in found["costs"][0]["evidence"]
