@@ -107,11 +107,14 @@ def _run(command: Sequence[str], folder: Path, *, stop: bool) -> int:
     except OSError as error:
         raise ConfigError(f"{command[0]} cannot be started: {error.strerror}; give one as in a shell") from error
     try:
-        while child.poll() is None:
-            if stop and (folder / GATHERED_FILE).exists():
-                _end(child)
-                return 0
+        is_over = False
+        while not is_over and child.poll() is None:
             time.sleep(_LOOK_S)
+            # Asked after the end as well: ranks fail once those of another node were ended.
+            is_over = stop and (folder / GATHERED_FILE).exists()
+        if is_over:
+            _end(child)
+            return 0
     except KeyboardInterrupt:
         try:
             child.wait(_INTERRUPTED_S)

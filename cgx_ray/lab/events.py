@@ -61,6 +61,7 @@ class LinkAction:
         what += [f"jitter {change['jitter_s'] * 1e3:g} ms"] if "jitter_s" in change else []
         what += [f"loss {change['loss']:g}"] if "loss" in change else []
         what += [f"queue {change['queue_bytes']} bytes"] if "queue_bytes" in change else []
+        what += [f"mtu {change['mtu_bytes']}"] if "mtu_bytes" in change else []
         return f"{' '.join(filter(None, where))}: {', '.join(what)}"
 
 

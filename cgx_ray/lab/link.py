@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict, cast
 
 from cgx_ray.errors import ConfigError, LabError
-from cgx_ray.units import compact_rate, parse_bytes, parse_rate, parse_seconds, parse_share
+from cgx_ray.units import compact_rate, parse_bytes, parse_count, parse_rate, parse_seconds, parse_share
 
 Direction = Literal["up", "down"]
 DIRECTIONS: tuple[Direction, ...] = ("up", "down")
-MTU_BYTES = 9000
+# Of the hosts: the largest IP packet that they send, and the smallest that IPv4 allows.
+MTU_BYTES, _LEAST_MTU_BYTES = 9000, 68
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,7 @@ class LinkState:
     loss            fraction of packets lost, each a segment of `MTU_BYTES`
     queue_bytes     bytes that wait at the link before it drops packets, as behind an access line. None: the sending
                     host waits instead, as behind a network card, and nothing is dropped
+    mtu_bytes       larger IP packets are lost and their sender is not told, as behind a wrong switch
     """
 
     rate_bit_per_s: float
@@ -35,6 +37,7 @@ class LinkState:
     jitter_s: float = 0.0
     loss: float = 0.0
     queue_bytes: int | None = None
+    mtu_bytes: int = MTU_BYTES
 
     def __post_init__(self) -> None:
         if not 1e5 <= self.rate_bit_per_s <= 1e11:
@@ -49,6 +52,8 @@ class LinkState:
             raise LabError(f"loss {self.loss:g} is not allowed; give a fraction in [0, 1), such as 0.01 or 1%")
         if self.queue_bytes is not None and self.queue_bytes < MTU_BYTES:
             raise LabError(f"a queue of {self.queue_bytes} bytes holds no packet; give {MTU_BYTES} or more, or none")
+        if not _LEAST_MTU_BYTES <= self.mtu_bytes <= MTU_BYTES:
+            raise LabError(f"mtu {self.mtu_bytes} is not allowed; give {_LEAST_MTU_BYTES} to {MTU_BYTES} bytes")
 
     @property
     def loss_of_link(self) -> float:
@@ -63,6 +68,8 @@ class LinkState:
             parts.append(f"{self.loss:.3g} lost")
         if self.queue_bytes is not None:
             parts.append(f"queue {self.queue_bytes} bytes")
+        if self.mtu_bytes != MTU_BYTES:
+            parts.append(f"mtu {self.mtu_bytes}")
         return " ".join(parts)
 
 
@@ -74,6 +81,7 @@ class LinkChange(TypedDict, total=False):
     jitter_s: float
     loss: float
     queue_bytes: int | None
+    mtu_bytes: int
 
 
 def _parse_queue(name: str, text: str) -> int | None:
@@ -89,6 +97,7 @@ _PARSERS: dict[str, tuple[str, Callable[[str, str], float | None]]] = {
     "jitter": ("jitter_s", parse_seconds),
     "loss": ("loss", parse_share),
     "queue": ("queue_bytes", _parse_queue),
+    "mtu": ("mtu_bytes", parse_count),
 }
 LINK_WORDS = tuple(_PARSERS)
 

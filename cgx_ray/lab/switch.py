@@ -32,6 +32,7 @@ class LinkCounters:
     bytes: int
     dropped_queue: int
     dropped_loss: int
+    dropped_mtu: int
     dropped_cut: int
 
 
@@ -97,7 +98,7 @@ class SwitchNetwork:
             gso_bytes = min(65536, max(MTU_BYTES, int(state.rate_bit_per_s / 8 * _GSO_S)))
             ip_batch(self.namespaces[host], [f"link set eth0 gso_max_size {gso_bytes}"])
         words = [8e9 / state.rate_bit_per_s, round(state.latency_s / 2 * 1e9), round(state.jitter_s / 2 * 1e9)]
-        words += [state.loss_of_link, state.queue_bytes or 0]
+        words += [state.loss_of_link, state.queue_bytes or 0, state.mtu_bytes]
         self._command(f"set {host} {direction} {' '.join(map(repr, words))}")
 
     def connect(self, host: int, is_connected: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cgx_ray.errors import LabError
-from cgx_ray.lab.link import Direction, LinkState
+from cgx_ray.lab.link import MTU_BYTES, Direction, LinkState
 from cgx_ray.lab.system import ip_batch, tc_batch
 
 # Large enough for everything that the sockets of a host have in flight: behind a network card the sender waits and
@@ -65,6 +65,8 @@ class TcNetwork:
             tc_batch(namespace, [qdisc_line("eth0")])
 
     def set(self, host: int, direction: Direction, state: LinkState) -> None:
+        if state.mtu_bytes != MTU_BYTES:
+            raise LabError(f"back end tc cannot lose packets by size; leave mtu {state.mtu_bytes} out")
         namespace, device = (self.namespaces[host], "eth0") if direction == "up" else (self.switch, f"v{host}")
         has_rate_only = not (state.latency_s or state.loss) and state.queue_bytes is None
         leaf = queue_line(device) if has_rate_only else netem_line(device, state)

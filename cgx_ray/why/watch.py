@@ -1,7 +1,8 @@
 """The observer's thread: looks at connections and the node, writes the rank's record, and brings it to rank 0.
 
 Each rank writes its record into the folder on its own node every two seconds, so an end of any kind loses little. If
-ranks are on several nodes, they also hand it over through the store of torch.distributed, and rank 0 writes all.
+ranks are on several nodes, they also hand it over through the store of torch.distributed, and rank 0 writes all: when
+it is whole, and before that as far as it goes, for a step that never ends and for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -28,8 +29,14 @@ if TYPE_CHECKING:
 LOOK_S = 0.25
 # Seconds between two writes of the record, which takes 6 ms of a processor: 0.3 % of its time.
 _WRITE_S = 2.0
+# Seconds after which a rank first hands over what it has seen so far; then after twice as long, and so on.
+_SOON_S = 8.0
+# Bytes of a piece that is handed over: where large packets get lost, it passes.
+_PIECE_BYTES = 1000
 # Seconds that the end of a process waits for the records of other ranks, and for rank 0 to have them.
 GATHER_S = 5.0
+# Seconds that rank 0 gives others to see that it has all records: where its script then ends, theirs would fail.
+_LINGER_S = 2.0
 _KEY, _ALL = "cgx_ray_why", "all"
 
 
@@ -84,48 +91,77 @@ class Watch:
         self._thread.join(2 * GATHER_S)
 
     def _run(self) -> None:
-        written_s = 0.0
+        written_s, start_s = 0.0, time.monotonic()
+        num_handed = 0
         while not self._is_over.wait(LOOK_S):
             self.connections.sample()
             now_s = time.monotonic()
-            if now_s - written_s >= _WRITE_S:
-                written_s = now_s
-                self._write(self._record(self))
+            if now_s - written_s < _WRITE_S:
+                continue
+            written_s = now_s
+            record = self._record(self)
+            self._write(record)
+            if self._store is not None and now_s - start_s >= _SOON_S * 2**num_handed:
+                num_handed += self._share(record, num_handed)
         record = dataclasses.replace(self._record(self), is_whole=True)
         self._write(record)
         if self._rank == 0:
             self._gather()
         elif self._store is not None:
-            # It takes bytes, too.
-            packed = zlib.compress(json.dumps(to_json(record)).encode())
-            self._store.set(f"{_KEY}/{self._rank}", packed)  # type: ignore[arg-type]
+            self._hand_over(record, str(self._rank))
             self._wait_for(lambda: self._holds(_ALL))
             self._write_json(GATHERED_FILE, {"missing": []})
+
+    def _share(self, record: RankRecord, number: int) -> bool:
+        """Hand over what this rank has seen, as its record `number`. On rank 0: return whether all others did."""
+        if self._rank:
+            self._hand_over(record, f"{self._rank}/{number}")
+            return True
+        return all([self._take(f"{rank}/{number}") for rank in range(1, self._world_size)])
 
     def _gather(self) -> None:
         """Wait for the records of all ranks, and write those of other nodes."""
         missing = set(range(self._world_size)) - {0}
 
         def take_all() -> bool:
-            missing.difference_update([rank for rank in missing if self._take(rank)])
+            missing.difference_update([rank for rank in missing if self._has_whole(rank)])
             return not missing
 
         self._wait_for(take_all)
-        self._write_json(GATHERED_FILE, {"missing": sorted(missing)})
         if self._store is not None:
             self._store.set(f"{_KEY}/{_ALL}", "1")
+            time.sleep(_LINGER_S)
+        self._write_json(GATHERED_FILE, {"missing": sorted(missing)})
 
-    def _take(self, rank: int) -> bool:
-        """Return whether this node has the record of `rank`."""
-        if self._store is None:
-            path = self._folder / rank_file(rank)
-            return path.exists() and from_json(RankRecord, parse_json(path.read_bytes())).is_whole
-        if not self._holds(rank):
+    def _has_whole(self, rank: int) -> bool:
+        """Return whether this node has the whole record of `rank`."""
+        if self._store is not None:
+            return self._take(str(rank))
+        path = self._folder / rank_file(rank)
+        return path.exists() and from_json(RankRecord, parse_json(path.read_bytes())).is_whole
+
+    def _hand_over(self, record: RankRecord, name: str) -> None:
+        """Put a record into the store, under a name that it had none under."""
+        assert self._store is not None
+        packed = zlib.compress(json.dumps(to_json(record)).encode())
+        starts = range(0, len(packed), _PIECE_BYTES)
+        for place, start in enumerate(starts):
+            piece = packed[start : start + _PIECE_BYTES]
+            # It takes bytes, too.
+            self._store.set(f"{_KEY}/{name}/piece{place}", piece)  # type: ignore[arg-type]
+            self._holds(_ALL)  # waits for an answer: the next piece would go into the same packet
+        self._store.set(f"{_KEY}/{name}", str(len(starts)))
+
+    def _take(self, name: str) -> bool:
+        """Write the record that was handed over under this name, if there is one. Return whether there is."""
+        if self._store is None or not self._holds(name):
             return False
-        self._write(from_json(RankRecord, parse_json(zlib.decompress(self._store.get(f"{_KEY}/{rank}")))))
+        num_pieces = int(self._store.get(f"{_KEY}/{name}"))
+        packed = b"".join(self._store.get(f"{_KEY}/{name}/piece{place}") for place in range(num_pieces))
+        self._write(from_json(RankRecord, parse_json(zlib.decompress(packed))))
         return True
 
-    def _holds(self, key: object) -> bool:
+    def _holds(self, key: str) -> bool:
         # Asked first, since `get` would keep the store from the training until the key is there.
         return self._store is not None and self._store.check([f"{_KEY}/{key}"])
 

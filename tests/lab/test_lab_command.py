@@ -215,7 +215,7 @@ def test_the_events_of_a_run_are_what_was_set(up, tmp_path):
     finally:
         assert call("reconnect", up, "1").exit_code == 0
         assert call("set", up, "--rate", "500mbit", "--latency", "1ms").exit_code == 0
-    usual = {"jitter_s": 0.0, "loss": 0.0, "queue_bytes": None, "latency_s": 0.001}
+    usual = {"jitter_s": 0.0, "loss": 0.0, "queue_bytes": None, "mtu_bytes": 9000, "latency_s": 0.001}
     assert lines == [
         {"event": "start", "num_hosts": 2, "change": {"rate_bit_per_s": 500e6, **usual}},
         {"event": "start", "host": 1, "direction": "down", "change": {"rate_bit_per_s": 80e6, **usual}},

@@ -109,6 +109,16 @@ def test_a_full_queue_drops_what_comes_last():
 
 
 @NEEDS_LAB
+def test_packets_above_the_mtu_of_a_link_are_lost():
+    with Lab(2, rate_bit_per_s=1e9, latency_s=0) as lab:
+        lab.set(host=0, direction="up", mtu_bytes=1500)
+        assert exchange(lab, 0, 1, 10, payload=1500 - HEADERS).numbers == list(range(10))
+        assert exchange(lab, 0, 1, 10, payload=1501 - HEADERS).numbers == []
+        assert exchange(lab, 1, 0, 10, payload=9000 - HEADERS).numbers == list(range(10))
+        assert lab.counters().hosts[0]["up"].dropped_mtu == 10
+
+
+@NEEDS_LAB
 def test_loss_is_the_set_share_and_repeats_with_the_seed():
     num, loss = 4000, 0.1
 
@@ -227,9 +237,9 @@ def test_tc_understands_the_commands_of_both_back_ends():
 def test_the_switch_refuses_what_it_does_not_understand():
     with Lab(1, rate_bit_per_s=1e9, latency_s=0) as lab:
         for command in (
-            "set 1 up 8 0 0 0 0",
-            "set 0 in 8 0 0 0 0",
-            "set 0 up 0 0 0 0 0",
+            "set 1 up 8 0 0 0 0 9000",
+            "set 0 in 8 0 0 0 0 9000",
+            "set 0 up 0 0 0 0 0 9000",
             "connect 2 1",
             "counters x",
         ):
@@ -268,7 +278,8 @@ def test_texts_of_links():
     words = (("rate", "2.5gbit"), ("latency", "100us"), ("loss", "1%"), ("queue", "250kb"))
     change = parse_change(words)
     assert change == pytest.approx({"rate_bit_per_s": 2.5e9, "latency_s": 1e-4, "loss": 0.01, "queue_bytes": 250_000})
-    assert parse_change([("queue", "none"), ("jitter", "1ms")]) == {"queue_bytes": None, "jitter_s": 1e-3}
+    assert parse_change([("queue", "none"), ("mtu", "1500")]) == {"queue_bytes": None, "mtu_bytes": 1500}
+    assert parse_change([("jitter", "1ms")]) == {"jitter_s": 1e-3}
 
 
 @pytest.mark.parametrize(
@@ -278,6 +289,7 @@ def test_texts_of_links():
         ({"latency_s": 0.01, "jitter_s": 0.02}, "give 0 up to the latency"),
         ({"loss": 1.0}, "as 0.01 or 1%"),
         ({"queue_bytes": 100}, "give 9000 or more"),
+        ({"mtu_bytes": 9001}, "give 68 to 9000 bytes"),
     ],
 )
 def test_links_that_cannot_be_are_one_clear_error(change, message):

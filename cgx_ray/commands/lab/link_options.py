@@ -19,6 +19,7 @@ _HELP = {
     "jitter": "Latency varies by up to this, up or down.",
     "loss": "Fraction of packets lost between two hosts, such as 1% or 0.01.",
     "queue": "Bytes that wait at a link before it drops packets, such as 250kb; none: senders wait instead.",
+    "mtu": "Bytes of the largest IP packet that passes, such as 1500; senders are not told of lost ones.",
 }
 
 lab_option = click.option("--lab", "pid", type=int, help="Process id of the lab; needed if several are up.")

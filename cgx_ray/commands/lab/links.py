@@ -86,5 +86,5 @@ def _describe(handle: LabHandle, counters: Counters | None) -> dict[str, Any]:
 
 def _describe_counts(counters: Counters, host: int, direction: Direction) -> str:
     count = counters.hosts[host][direction]
-    dropped = count.dropped_queue + count.dropped_loss + count.dropped_cut
+    dropped = count.dropped_queue + count.dropped_loss + count.dropped_mtu + count.dropped_cut
     return f"  {count.packets} packets, {count.bytes / 1e6:.1f} MB, {dropped} dropped"

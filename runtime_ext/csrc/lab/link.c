@@ -13,7 +13,7 @@ static double uniform(uint64_t* state) {
 }
 
 void init_link(struct link* link, uint64_t random) {
-    *link = (struct link){.ns_per_byte = 8, .random = random};
+    *link = (struct link){.ns_per_byte = 8, .mtu = UINT32_MAX, .random = random};
     link->tail = &link->head;
 }
 
@@ -32,6 +32,11 @@ void count_segments(struct packet* packet) {
 }
 
 bool enter(struct link* link, struct packet* packet, ns_t from, ns_t earliest) {
+    // Before the random number, so that loss stays the same.
+    if (packet->head > link->mtu) {
+        link->dropped_mtu++;
+        return false;
+    }
     if (link->loss > 0 && uniform(&link->random) < link->loss) {
         link->dropped_loss++;
         return false;

@@ -22,16 +22,17 @@ struct link {
     ns_t delay, jitter;
     double loss;          // probability
     int64_t queue_bytes;  // 0: unbounded
+    uint32_t mtu;         // bytes of the largest packet that passes
     uint64_t random;      // state of the random numbers
     ns_t free_at;         // when the wire has sent all its packets
     ns_t last_due;        // of the packet that entered last: packets stay in order
     struct packet *head, **tail;
-    uint64_t packets, bytes, dropped_queue, dropped_loss, dropped_cut;
+    uint64_t packets, bytes, dropped_queue, dropped_loss, dropped_mtu, dropped_cut;
 };
 
 static inline ns_t max_ns(ns_t a, ns_t b) { return a > b ? a : b; }
 
-// Makes an empty link of 1 Gbit/s without a delay.
+// Makes an empty link of 1 Gbit/s without a delay, for packets of all sizes.
 void init_link(struct link* link, uint64_t random);
 
 // Sets `bytes` and `head` of a packet: what segmentation will make of it on a wire. Senders leave

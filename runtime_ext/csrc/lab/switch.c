@@ -9,8 +9,9 @@
 // bytes / rate per packet (virtual finish time), then a delay. Packets stay in order, whatever the jitter.
 //
 // SOCKET is SOCK_SEQPACKET, with one command per message and an answer to each:
-//   set HOST up|down NS_PER_BYTE DELAY_NS JITTER_NS LOSS QUEUE_BYTES    -> ok
-//                     jitter is uniform in +-JITTER_NS, LOSS is a probability, QUEUE_BYTES 0 is unbounded
+//   set HOST up|down NS_PER_BYTE DELAY_NS JITTER_NS LOSS QUEUE_BYTES MTU    -> ok
+//                     jitter is uniform in +-JITTER_NS, LOSS is a probability, QUEUE_BYTES 0 is unbounded;
+//                     packets of more than MTU bytes are lost, and their sender is not told
 //   connect HOST 0|1  0: packets to and from the host, and those on their way, are lost    -> ok
 //   counters          -> JSON: how late packets were delivered, and packets of each link
 //   clear             starts the counters again    -> ok
@@ -219,9 +220,9 @@ static void add_counters(struct text* text) {
                        : "{",
                 way ? "down" : "up", link->packets, link->bytes);
             add(text,
-                ", \"dropped_queue\": %" PRIu64 ", \"dropped_loss\": %" PRIu64 ", \"dropped_cut\": %" PRIu64
-                "}",
-                link->dropped_queue, link->dropped_loss, link->dropped_cut);
+                ", \"dropped_queue\": %" PRIu64 ", \"dropped_loss\": %" PRIu64 ", \"dropped_mtu\": %" PRIu64
+                ", \"dropped_cut\": %" PRIu64 "}",
+                link->dropped_queue, link->dropped_loss, link->dropped_mtu, link->dropped_cut);
         }
         add(text, "}");
     }
@@ -235,7 +236,8 @@ static void clear_counters(void) {
     for (int host = 0; host < num_hosts; host++)
         for (int way = UP; way <= DOWN; way++) {
             struct link* link = &links[host][way];
-            link->packets = link->bytes = link->dropped_queue = link->dropped_loss = link->dropped_cut = 0;
+            link->packets = link->bytes = 0;
+            link->dropped_queue = link->dropped_loss = link->dropped_mtu = link->dropped_cut = 0;
         }
 }
 
@@ -243,15 +245,15 @@ static bool obey(const char* command, struct text* answer) {
     int host, value, end = 0;
     char way[5];
     struct link new;
-    if (sscanf(command, "set %d %4s %lf %" SCNd64 " %" SCNd64 " %lf %" SCNd64 "%n", &host, way,
-               &new.ns_per_byte, &new.delay, &new.jitter, &new.loss, &new.queue_bytes, &end) == 7) {
+    if (sscanf(command, "set %d %4s %lf %" SCNd64 " %" SCNd64 " %lf %" SCNd64 " %" SCNu32 "%n", &host, way,
+               &new.ns_per_byte, &new.delay, &new.jitter, &new.loss, &new.queue_bytes, &new.mtu, &end) == 8) {
         bool is_up = !strcmp(way, "up");
         if (command[end] || host < 0 || host >= num_hosts || !(is_up || !strcmp(way, "down"))) return false;
         if (!(new.ns_per_byte > 0)) return false;
         struct link* link = &links[host][is_up ? UP : DOWN];
         change_rate(link, new.ns_per_byte, now_ns());
         link->delay = new.delay, link->jitter = new.jitter;
-        link->loss = new.loss, link->queue_bytes = new.queue_bytes;
+        link->loss = new.loss, link->queue_bytes = new.queue_bytes, link->mtu = new.mtu;
         set_offloads();
     } else if (sscanf(command, "connect %d %d%n", &host, &value, &end) == 2) {
         if (command[end] || host < 0 || host >= num_hosts) return false;
