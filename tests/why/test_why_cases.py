@@ -54,6 +54,7 @@ def test_one_slow_uplink_is_named(tmp_path: Path) -> None:
     assert "the uplink of cgx-host-2, or the downlink of cgx-host-1" in found["costs"][0]["evidence"]
 
 
+@pytest.mark.slow
 @needs_lab()
 def test_a_rank_whose_processor_is_taken_is_named(tmp_path: Path) -> None:
     with Lab(2, rate_bit_per_s=1e9) as lab:
