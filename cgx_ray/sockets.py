@@ -52,7 +52,7 @@ def tcp_info(connection: socket.socket) -> TcpInfo | None:
     words, counters, segments, rates = fields[8:32], fields[32:36], fields[36:42], fields[42:46]
     least_us = segments[3]
     return TcpInfo(
-        num_timeouts=fields[4],
+        num_timeouts=fields[2],
         segment_bytes=words[2],
         path_mtu=words[13],
         round_trip_s=1e-6 * words[15],
@@ -79,10 +79,13 @@ def tcp_sockets() -> Iterator[socket.socket]:
         except OSError:
             continue  # closed meanwhile
         try:
-            opened = socket.socket(fileno=copy)
+            # Without the flag, Python would give it the program's default time-out, and with that make it non-blocking
+            # for all holders. The flag itself sets nothing on a descriptor that is there.
+            opened = socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=copy)
         except OSError:
             os.close(copy)  # no family that Python knows
             continue
         with opened:
-            if opened.family in (socket.AF_INET, socket.AF_INET6) and opened.type == socket.SOCK_STREAM:
+            kind = opened.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE)
+            if opened.family in (socket.AF_INET, socket.AF_INET6) and kind == socket.SOCK_STREAM:
                 yield opened

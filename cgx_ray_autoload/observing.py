@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,12 @@ def arm(folder: str) -> None:
     import torch.distributed as dist  # noqa: PLC0415 - torch is being imported
     from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
 
-    guard = Guard(Path(folder))
+    place = Path(folder)
+    if place.exists() and place.stat().st_uid != os.geteuid():
+        text = f"CGX_WHY={folder} belongs to another user, so nothing is observed; name a folder of your own"
+        warnings.warn(text, stacklevel=2)
+        return
+    guard = Guard(place)
 
     def observe(*models: Any) -> None:
         from cgx_ray.why.observer import observe as observe_with  # noqa: PLC0415 - see above

@@ -30,7 +30,7 @@ VARIABLE = "CGX_WHY"
 MAX_STEPS = 1000
 _LOOK_S = 0.2
 # Seconds that a script has to end after SIGTERM, and that one which got Ctrl-C from the terminal has to end by itself.
-_END_S, _INTERRUPTED_S = 10.0, 0.5
+_END_S, _INTERRUPTED_S = 40.0, 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,9 @@ def _report(folder: Path, title: str, outputs: _Outputs) -> int:
     """Report what the ranks have written into `folder`; return the exit status."""
     console = Console(stderr=True)
     records = [_read_record(path) for path in sorted(folder.glob("rank-*.json"))]
-    if records and records[0].rank != 0:
+    # Others are of an earlier run with the same folder.
+    records = [record for record in records if record.world_size == records[0].world_size]
+    if records and records[0].rank != 0 and not any(folder.glob("error-*.txt")):
         ranks = " and ".join(f"rank {record.rank}" for record in records)
         print_line(console, f"cgx-ray why: {ranks} ran here; the report is where rank 0 ran")
         return 0
@@ -179,6 +181,6 @@ def _notes(folder: Path, records: Sequence[RankRecord]) -> list[str]:
     if missing:
         notes.append(f"ranks {', '.join(map(str, missing))} were not seen; run the same command on their nodes")
     for path in sorted(folder.glob("error-*.txt")):
-        last = path.read_text().strip().splitlines()[-1]
+        last = "".join(path.read_text().strip().splitlines()[-1:]) or "its file is empty: is the disk full?"
         notes.append(f"the observer failed in a process, which trained on without it: {last}")
     return notes

@@ -67,7 +67,7 @@ def compression(records: Sequence[RankRecord], parts: StepParts, paths: Sequence
     goal_s = compute_s + parts.network_s
     seen = _first(lambda gbps: dense_at(gbps).dense.step_s <= goal_s)
     fastest = _FASTEST if seen is None else seen
-    if not any(path.source != path.target for path in paths):
+    if len({record.node.name for record in records}) == 1:
         return _none("none: ranks share one node, whose processors exchange the gradients", fastest, None)
     if parts.network_s < BOUND_SHARE * parts.step_s or dense_at(fastest).is_compute_bound:
         return _none("none: the network does not bound your steps", fastest, None)

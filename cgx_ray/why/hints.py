@@ -17,7 +17,8 @@ _NO_ROOM, _FAR_S = 0.3, 5e-3
 
 def hints(records: Sequence[RankRecord], paths: Sequence[Path]) -> tuple[str, ...]:
     """Return what is not as it should be and cost these steps nothing that can be shown."""
-    nodes = {record.node.name: record.node for record in records}
+    # The first rank of a node has asked its GPUs.
+    nodes = {record.node.name: record.node for record in reversed(records)}
     found = list(node_hints(nodes.values()))
     cards = sorted({(path.card.kind, path.card.name) for path in paths if path.card is not None})
     found += [

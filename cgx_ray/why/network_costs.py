@@ -48,7 +48,12 @@ def network_costs(records: Sequence[RankRecord], parts: StepParts, paths: Sequen
     ]
     yield from special
     rest_s = network_s - max((cost.seconds for cost in special), default=0.0)
-    yield _all_paths(records, parts, between, rest_s) if between else _inside(records, rest_s)
+    if between:
+        yield _all_paths(records, parts, between, rest_s)
+    elif len({record.node.name for record in records}) > 1:
+        yield _unseen(records, rest_s)
+    else:
+        yield _inside(records, rest_s)
 
 
 def _other_card(records: Sequence[RankRecord], paths: Sequence[Path], network_s: float) -> StepCost | None:
@@ -129,7 +134,7 @@ def _loss(paths: Sequence[Path], network_s: float) -> StepCost | None:
         evidence=f"{worst.resent_share:.1%} of the bytes were sent again; "
         f"{format_rate(_rounded(8 * worst.bytes_per_s))} are left",
         remedy="find where packets are dropped: `ethtool -S CARD`, `ip -s link`, the switch's counters, cables",
-        saves_s=network_s * (1 - ratio),
+        saves_s=network_s * (1 - ratio) if good else 0.0,
     )
 
 
@@ -203,13 +208,15 @@ def _late_buckets(records: Sequence[RankRecord], paths: Sequence[Path], parts: S
     sizes = records[0].bucket_bytes
     backward_s = median(bar.backward_s for bar in parts.bars)
     hidden_s = median(bar.hidden_s for bar in parts.bars)
-    if not sizes or hidden_s > _HIDDEN * backward_s:
+    cap_mb = max(1, sum(sizes) // (_NUM_BUCKETS << 20))
+    num_buckets = min(_NUM_BUCKETS, sum(sizes) // (cap_mb << 20))
+    if num_buckets <= len(sizes) or hidden_s > _HIDDEN * backward_s:
         return None
     trips = [path.round_trip_s for path in paths if path.round_trip_s is not None]
     hops_s = (len(records) - 1) * median(trips) if trips else 0.0
     # All but the last of as many buckets can be sent beside backward, whatever there is of it.
-    share = 1 - 1 / _NUM_BUCKETS
-    saves_s = share * min(parts.network_s, backward_s) - (_NUM_BUCKETS - len(sizes)) * hops_s
+    share = 1 - 1 / num_buckets
+    saves_s = share * min(parts.network_s, backward_s) - (num_buckets - len(sizes)) * hops_s
     if saves_s <= 0:
         return None
     return StepCost(
@@ -219,8 +226,7 @@ def _late_buckets(records: Sequence[RankRecord], paths: Sequence[Path], parts: S
         phrase="an exchange that begins when backward ends",
         evidence=f"{format_count(len(sizes), 'bucket')}, so the exchange hides {format_seconds(hidden_s)} behind "
         f"{format_seconds(backward_s)} of backward",
-        remedy=f"`DistributedDataParallel(model, bucket_cap_mb={max(1, sum(sizes) // (_NUM_BUCKETS << 20))})`: "
-        f"about {_NUM_BUCKETS} buckets",
+        remedy=f"`DistributedDataParallel(model, bucket_cap_mb={cap_mb})`: about {num_buckets} buckets",
         saves_s=saves_s,
     )
 
@@ -301,6 +307,20 @@ def _inside(records: Sequence[RankRecord], seconds: float) -> StepCost:
         evidence=f"{format_count(len(records), 'rank')} share {format_count(node.num_processors, 'processor')}, "
         f"which also sum the gradients{crowd}",
         remedy="fewer ranks per node, or `export OMP_NUM_THREADS=1`, so that sums have a processor",
+        saves_s=0.0,
+    )
+
+
+def _unseen(records: Sequence[RankRecord], seconds: float) -> StepCost:
+    """Return the exchange between nodes that no TCP connection carries."""
+    return StepCost(
+        bound=Bound.NETWORK,
+        seconds=seconds,
+        who="all ranks",
+        phrase="links between nodes that TCP does not carry",
+        evidence=f"{records[0].backend} has no TCP connection with bytes between nodes: RDMA, or addresses that are "
+        "translated",
+        remedy="`NCCL_DEBUG=INFO` names the transport; compare with `all_reduce_perf` of nccl-tests on these nodes",
         saves_s=0.0,
     )
 

@@ -201,6 +201,7 @@ class StepObserver:
             if not self._num_exchanges:
                 self._parts = []  # the script evaluates: the next forward pass begins a step
         else:
+            self._in_backward = False  # also if the last one has raised
             self._parts.append(("input", self._clock.mark()))
             one.begin_s = time.perf_counter()
 
@@ -288,4 +289,5 @@ class StepObserver:
             return  # gradients are sparse, of which DDP does not say where they are
         self.bucket_bytes = tuple(sum(one.numel() * one.element_size() for one in bucket) for bucket in buckets)
         places = {id(one): place for place, one in enumerate(one for one in model.parameters() if one.requires_grad)}
-        self.lead.first_bucket = frozenset(places[id(one)] for one in buckets[0])
+        # Parameters that were frozen since are in DDP's buckets still.
+        self.lead.first_bucket = frozenset(places[id(one)] for one in buckets[0] if id(one) in places)

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from cgx_ray.why.records import RankRecord, StepTimes
 
-# Steps this many times as long as the median one are left out: between them the script saved or evaluated.
-_PAUSE = 5.0
+# Steps this many times as long as the median one are left out, unless they are more than this share and more than
+# one: before them the script saved or evaluated.
+_PAUSE, _RARE = 5.0, 0.04
 # Share of the steps in which one rank must come last to be the one that others wait for.
 _OFTEN = 0.7
 
@@ -85,12 +86,15 @@ class StepParts:
 
 
 def parts_of(records: Sequence[RankRecord]) -> StepParts | None:
-    """Return the mean step of `records`, one per rank in order; None if they have no step in common."""
+    """Return the mean step of those of `records` that have any, one per rank in order; None if none has."""
+    records = [record for record in records if record.steps]
     steps = list(zip(*(record.steps for record in records), strict=False))
     if not steps:
         return None
     usual_s = median(_longest(step) for step in steps)
     kept = [step for step in steps if _longest(step) <= _PAUSE * usual_s]
+    if len(steps) - len(kept) > max(1, _RARE * len(steps)):
+        kept = steps  # loaders that come in bursts, say: part of every training
     network = [min(one.exposed_s for one in step) for step in kept]
     bars = [
         _bar(record, [step[place] for step in kept], fmean(network), kept, place)

@@ -62,6 +62,10 @@ class Watch:
         # Of a training without steps all is of interest.
         self.connections.begin()
         self._is_over = threading.Event()
+        # The process ends before all steps were measured.
+        self._is_cut = False
+        # Ranks whose record of the current number rank 0 lacks.
+        self._others = set(range(1, world_size))
         # Until then it waits for other ranks: as long as the training goes on.
         self._last_s = math.inf
         self._thread = threading.Thread(target=guarded(self._run), name="cgx-why", daemon=True)
@@ -87,6 +91,7 @@ class Watch:
     def finish(self) -> None:
         """Hand over what was seen until now, at the end of the process."""
         self._last_s = time.monotonic() + GATHER_S
+        self._is_cut = not self.is_over
         self.end()
         self._thread.join(2 * GATHER_S)
 
@@ -110,14 +115,18 @@ class Watch:
         elif self._store is not None:
             self._hand_over(record, str(self._rank))
             self._wait_for(lambda: self._holds(_ALL))
-            self._write_json(GATHERED_FILE, {"missing": []})
+            self._say_gathered([])
 
     def _share(self, record: RankRecord, number: int) -> bool:
         """Hand over what this rank has seen, as its record `number`. On rank 0: return whether all others did."""
         if self._rank:
             self._hand_over(record, f"{self._rank}/{number}")
             return True
-        return all([self._take(f"{rank}/{number}") for rank in range(1, self._world_size)])
+        self._others -= {rank for rank in self._others if self._take(f"{rank}/{number}")}
+        if self._others:
+            return False
+        self._others = set(range(1, self._world_size))
+        return True
 
     def _gather(self) -> None:
         """Wait for the records of all ranks, and write those of other nodes."""
@@ -131,7 +140,12 @@ class Watch:
         if self._store is not None:
             self._store.set(f"{_KEY}/{_ALL}", "1")
             time.sleep(_LINGER_S)
-        self._write_json(GATHERED_FILE, {"missing": sorted(missing)})
+        self._say_gathered(sorted(missing))
+
+    def _say_gathered(self, missing: list[int]) -> None:
+        """Let `--stop` end the script, unless it ends by itself, with a status of its own."""
+        if not self._is_cut:
+            self._write_json(GATHERED_FILE, {"missing": missing})
 
     def _has_whole(self, rank: int) -> bool:
         """Return whether this node has the whole record of `rank`."""

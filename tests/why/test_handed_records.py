@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +20,11 @@ def read(folder: Path, rank: int) -> RankRecord:
     return from_json(RankRecord, parse_json((folder / rank_file(rank)).read_bytes()))
 
 
-def test_rank_0_has_what_others_see_before_and_after_all_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_rank_0_has_what_others_see_before_the_end_and_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_measured: bool
 ) -> None:
+    """Where scripts end before all is measured, `--stop` has nothing to end: their status counts."""
     monkeypatch.setattr(watch, "_SOON_S", 0.0)
     monkeypatch.setattr(watch, "_LINGER_S", 0.0)
     store, records = dist.HashStore(), [replace(one, is_whole=False) for one in training(2)]
@@ -37,8 +40,12 @@ def test_rank_0_has_what_others_see_before_and_after_all_is_measured(
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
     assert read(nodes[0], 1) == records[1]
-    watches[1].end()
-    watches[0].finish()
-    watches[1].finish()
+    for one in watches if is_measured else []:
+        one.end()
+    ends = [threading.Thread(target=one.finish) for one in watches]
+    for end in ends:
+        end.start()
+    for end in ends:
+        end.join()
     assert read(nodes[0], 1) == replace(records[1], is_whole=True)
-    assert all((node / GATHERED_FILE).exists() for node in nodes)
+    assert [(node / GATHERED_FILE).exists() for node in nodes] == [is_measured] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -75,3 +76,15 @@ def test_a_node_has_loopback_and_processors() -> None:
     assert "127.0.0.1" in loopback.addresses
     assert seen_s > 0
     assert waited_s >= 0
+
+
+def test_a_default_time_out_of_the_program_makes_no_connection_non_blocking() -> None:
+    before_s = socket.getdefaulttimeout()
+    with socket.socket() as own:
+        assert own.getblocking()
+        socket.setdefaulttimeout(30.0)
+        try:
+            assert any(True for _ in tcp_sockets())
+        finally:
+            socket.setdefaulttimeout(before_s)
+        assert os.get_blocking(own.fileno())

@@ -205,6 +205,38 @@ def test_steps_beside_a_long_pause_do_not_count() -> None:
     assert verdict.parts.num_steps == 20
 
 
+def test_input_that_stalls_in_every_eighth_step_is_input() -> None:
+    records = training()
+    stall = replace(records[0].steps[0], input_s=7.3)
+    records = [replace(one, steps=(*(one.steps[:1] * 7), stall) * 3) for one in records]
+    verdict = verdict_of(records)
+    assert verdict.bound is Bound.INPUT
+    assert verdict.parts is not None
+    assert verdict.parts.num_steps == 24
+
+
+def test_a_rank_without_steps_takes_the_verdict_from_no_other() -> None:
+    *records, last = training(network_s=1.0)
+    verdict = verdict_of([*records, replace(last, num_models=0, steps=())])
+    assert verdict.bound is Bound.NETWORK
+    assert verdict.parts is not None
+    assert [bar.rank for bar in verdict.parts.bars] == [0, 1, 2]
+
+
+def test_nodes_without_a_tcp_connection_do_not_share_processors() -> None:
+    verdict = verdict_of([replace(one, backend="nccl", connections=()) for one in training(network_s=1.0)])
+    assert verdict.costs[0].phrase == "links between nodes that TCP does not carry"
+    assert verdict.compression is not None
+    assert "one node" not in verdict.compression.sentence
+
+
+@pytest.mark.parametrize("bucket_bytes", [(1 << 20,), (1 << 20,) * 41])
+def test_buckets_that_would_not_become_more_are_left_alone(bucket_bytes: tuple[int, ...]) -> None:
+    records = training(network_s=0.5, bucket_bytes=bucket_bytes, num_exchanges=1.0)
+    records = [replace(one, steps=tuple(replace(step, hidden_s=0.0) for step in one.steps)) for one in records]
+    assert not any("hides" in cost.evidence for cost in verdict_of(records).costs)
+
+
 def test_each_bound_has_an_exit_status_of_its_own() -> None:
     assert EXIT_STATUS.keys() == {*Bound, None}
     assert len(set(EXIT_STATUS.values())) == len(EXIT_STATUS)
