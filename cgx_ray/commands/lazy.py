@@ -94,6 +94,8 @@ class MainGroup(LazyGroup):
         try:
             return self._invoke(ctx)
         except KeyboardInterrupt:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: None)  # a second one would change the exit status
             ctx.exit(128 + (received[0] if received else signal.SIGINT))
         except SystemExit as error:
             # Ray sets a handler of SIGTERM of its own while it starts, which exits with the signal's number.

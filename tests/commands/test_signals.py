@@ -83,6 +83,7 @@ CASES = [
     Case(f"replay {{}} {JSON}", computes),
     Case(f"report {{}} --html {{}}/out.html {PLOT}", computes),
     Case("top {}", has_said),
+    Case("why -- sleep 60", takes_signals),
 ]
 LAB_CASES = [
     Case("lab up --hosts 2", has_said, statuses=(0,)),
@@ -93,6 +94,7 @@ LAB_CASES = [
     Case(f"bench network {JSON}", has_children),
     Case(f"bench scale --nodes 20 --agreeing 8 {JSON}", has_children),
     Case(f"bench step --ranks 2 {JSON}", has_children),
+    Case(f"bench why {JSON}", has_children),
     Case(f"demo --workers 2 --steps 400 --out {{}}/demo {JSON}", has_children),
     Case(f"demo --simulated-link --workers 2 --steps 400 --out {{}}/demo {JSON}", has_children),
 ]

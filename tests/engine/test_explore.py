@@ -215,5 +215,5 @@ def test_a_plan_with_other_bits_for_other_layers_runs_and_sends_their_bytes() ->
 
 def test_a_run_of_one_has_nothing_to_explore() -> None:
     attachment = cgx_ray.attach(Branches())
-    with pytest.raises(cgx_ray.PlanError, match="start it with more workers to explore"):
+    with pytest.raises(cgx_ray.PlanError, match="explore with more workers"):
         attachment.explore([], lambda index: None)

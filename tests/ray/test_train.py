@@ -187,7 +187,7 @@ def test_an_adaptive_run_decides_switches_and_leaves_no_actor(adaptive: Adaptive
         steps = [event["name"] for event in traced if event.get("cat") == "step"]
         assert steps == ["step 5", "step 6", "step 7", "step 8"]
         assert {"ready", "exchange"} < {event.get("cat") for event in traced}
-    assert outcomes[0]["version"] == decisions[0]["new"]["version"]
+    assert outcomes[0]["version"] in {entry["new"]["version"] for entry in decisions}
     assert outcomes[0]["measured_step_s"] > 0
     wait_for_nothing(lambda: {*our_actors()})
     events = [entry["event"] for entry in journal_of(adaptive.folder)]
