@@ -62,6 +62,11 @@ def format_rate(bit_per_s: float) -> str:
     return f"{value:g} {prefix}bit/s"
 
 
+def format_measured_rate(bit_per_s: float) -> str:
+    """Return a rate as `format_rate`, with three digits, as one that was measured has no more."""
+    return format_rate(float(f"{bit_per_s:.3g}"))
+
+
 def compact_rate(bit_per_s: float) -> str:
     """Return "1gbit" or "100mbit", as options and `tc` write it; for names of rows too."""
     value, prefix = _scaled_rate(bit_per_s)

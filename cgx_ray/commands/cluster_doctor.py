@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cgx_ray.commands.cluster import connect
+from cgx_ray.commands.finding import Finding
 from cgx_ray.errors import ConfigError
 from cgx_ray.ports import VARIABLE, free_port
 from cgx_ray.units import format_bytes, format_rate, format_seconds
@@ -49,19 +50,10 @@ class NodeReport:
     @property
     def card(self) -> NetworkCard | None:
         """The card with the address, by which other nodes reach it."""
-        return next((card for card in self.facts.cards if self.address in card.addresses), None)
+        return self.facts.card_at(self.address)
 
 
-class NodeFinding(NamedTuple):
-    """As `doctor.Finding`."""
-
-    name: str
-    found: str
-    problem: str = ""
-    remedy: str = ""
-
-
-def cluster_findings(address: str) -> list[NodeFinding]:
+def cluster_findings(address: str) -> list[Finding]:
     """Return the findings of all nodes of the Ray cluster at `address`.
 
     Raises ConfigError if there is no cluster, or a node does not answer.
@@ -71,21 +63,21 @@ def cluster_findings(address: str) -> list[NodeFinding]:
     return findings_of([_ask(host, node_id) for host, node_id in sorted(nodes.items())])
 
 
-def findings_of(reports: Sequence[NodeReport]) -> list[NodeFinding]:
+def findings_of(reports: Sequence[NodeReport]) -> list[Finding]:
     """Return a finding per node, then what must be the same on all of them, then what else is odd."""
     found = [_about(report) for report in reports]
     for name, value_of, remedy in _COMPARED:
         values = {report.address: value_of(report) for report in reports}
         if len(set(values.values())) > 1:
             each = ", ".join(f"{value} on {node}" for node, value in values.items())
-            found.append(NodeFinding(name, each, "nodes differ", remedy))
+            found.append(Finding(name=name, found=each, problem="nodes differ", remedy=remedy))
         else:
-            found.append(NodeFinding(name, next(iter(values.values()))))
+            found.append(Finding(name=name, found=next(iter(values.values()))))
     hints = [(report.address, hint) for report in reports for hint in node_hints([report.facts])]
-    return found + [NodeFinding(f"note on {address}", hint) for address, hint in hints]
+    return found + [Finding(name=f"note on {address}", found=hint) for address, hint in hints]
 
 
-def _about(report: NodeReport) -> NodeFinding:
+def _about(report: NodeReport) -> Finding:
     card, problems, remedies = report.card, [], []
     if card is not None and card.duplex == "half":
         problems.append(f"{card.name} cannot send and receive at the same time")
@@ -101,11 +93,11 @@ def _about(report: NodeReport) -> NodeFinding:
         problems.append(report.refusal)
         remedies.append(f"set {VARIABLE} to free ports that the firewall lets through")
     shown = "no card has its address" if card is None else f"{card.name} ({card.kind}), {_speed(card)}, MTU {card.mtu}"
-    return NodeFinding(
-        f"{report.address} ({report.facts.name})",
-        f"{shown}; ports {report.ports}; /dev/shm {format_bytes(report.facts.shared_bytes)}",
-        "; ".join(problems),
-        "; ".join(remedies),
+    return Finding(
+        name=f"{report.address} ({report.facts.name})",
+        found=f"{shown}; ports {report.ports}; /dev/shm {format_bytes(report.facts.shared_bytes)}",
+        problem="; ".join(problems),
+        remedy="; ".join(remedies),
     )
 
 

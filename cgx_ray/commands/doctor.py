@@ -9,8 +9,7 @@ import resource
 import shutil
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from enum import StrEnum
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -18,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from rich.console import Console
 
+from cgx_ray.commands.finding import EVERYTHING, Finding, Use
 from cgx_ray.commands.options import console_for, json_option
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.monitors import iperf3_probe
@@ -34,32 +34,6 @@ FAST_CLOCKS = frozenset({"tsc", "kvm-clock", "hyperv_clocksource_tsc_page", "arc
 
 # Exists where NVIDIA's driver is loaded.
 _GPU_DRIVER = Path("/proc/driver/nvidia/version")
-
-
-class Use(StrEnum):
-    DEMO = "demo"
-    CPU = "CPU run"
-    GPU = "GPU run"
-
-
-EVERYTHING = frozenset(Use)
-NOTHING: frozenset[Use] = frozenset()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing that was looked at.
-
-    needed_for  uses that cannot work with this `problem`; empty if they only become slower
-    problem     in words; "" if there is none
-    remedy      the command or setting that removes the problem
-    """
-
-    name: str
-    found: str
-    needed_for: frozenset[Use] = NOTHING
-    problem: str = ""
-    remedy: str = ""
 
 
 @click.command()
@@ -91,10 +65,7 @@ def doctor(cluster: str | None, json_path: str | None) -> None:
 def _look_at_cluster(address: str, console: Console, json_path: str | None) -> int:
     from cgx_ray.commands.cluster_doctor import cluster_findings  # noqa: PLC0415 - Ray may not load
 
-    findings = [
-        Finding(name=name, found=found, problem=problem, remedy=remedy)
-        for name, found, problem, remedy in cluster_findings(address)
-    ]
+    findings = cluster_findings(address)
     _show(console, findings)
     if json_path is not None:
         write_json(json_path, {"findings": [asdict(finding) | {"needed_for": []} for finding in findings]})

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from cgx_ray.report.record import RunRecord, StepLine
-from cgx_ray.units import format_bytes, format_rate
+from cgx_ray.units import format_bytes, format_measured_rate, format_rate
 
 PARTS = ("compute", "encode", "exchange", "decode")
 # Decisions that are shown.
@@ -264,7 +264,7 @@ def _estimated_links(line: Mapping[str, Any] | None) -> list[str]:
         return []
     found = []
     if line["bandwidth_gbps"] is not None:
-        low, value, high = (format_rate(float(f"{gbps * 1e9:.3g}")) for gbps in line["bandwidth_gbps"])
+        low, value, high = (format_measured_rate(gbps * 1e9) for gbps in line["bandwidth_gbps"])
         low = low.removesuffix(high.partition(" ")[2]).rstrip()
         found.append(f"{value} per rank (spread {low} to {high})")
     if line["latency_ms"] is not None:

@@ -1,1 +1,1 @@
-"""What bounds the steps of a training with DDP whose script does not know cgx_ray: `cgx-ray why`."""
+"""Tells what bounds the steps of a training with DDP whose script does not know cgx_ray: `cgx-ray why`."""

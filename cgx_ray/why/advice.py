@@ -1,4 +1,4 @@
-"""What compression would gain for the observed model and links, and from which rate on compute bounds the step."""
+"""Advice: what compression would gain for this model on these links, and from which rate compute bounds the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of nodes and paths is not as it should be, and cost the observed steps nothing that can be shown."""
+"""Hints: what of nodes and paths is not as it should be, and cost the observed steps nothing that can be shown."""
 
 from __future__ import annotations
 
@@ -61,5 +61,5 @@ def node_hints(nodes: Iterable[NodeFacts]) -> Iterator[str]:
             yield f"{node.name} has {', '.join(node.fabrics)}, yet gradients use sockets; `NCCL_DEBUG=INFO` says why"
         for gpu in node.gpus:
             fields = [field.strip() for field in gpu.split(",")]
-            if len(fields) == 6 and (fields[1] != fields[2]):
+            if len(fields) == 4 and fields[1] != fields[2]:
                 yield f"{node.name}: {fields[0]} uses {fields[1]} of {fields[2]} PCIe lanes"

@@ -27,10 +27,7 @@ from cgx_ray.why.records import Connection, NetworkCard, NodeFacts
 # Rates that are kept of a connection, and connections that are reported: those of 128 ranks, both ways. They bound the
 # memory of the observer.
 _MAX_RATES, MAX_CONNECTIONS = 512, 256
-_SMI_FIELDS = (
-    "name,pcie.link.width.current,pcie.link.width.max,pcie.link.gen.current,pcie.link.gen.max,"
-    "clocks_throttle_reasons.active"
-)
+_SMI_FIELDS = "name,pcie.link.width.current,pcie.link.width.max,clocks_throttle_reasons.active"
 _SMI_S = 5.0
 
 _Value = TypeVar("_Value")
@@ -114,7 +111,7 @@ def _end(address: tuple[str, int]) -> str:
 
 
 class _Counters(NamedTuple):
-    """What a node has counted since it was started, and a process since it began."""
+    """Counts of a node since it was started, and of a process since it began."""
 
     at_s: float
     cards: dict[str, tuple[int, int, int]]

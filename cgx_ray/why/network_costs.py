@@ -1,4 +1,4 @@
-"""What of a network costs time: a path, a card, other traffic, loss, round trips, or links that are all too slow."""
+"""Costs of a network: a path, a card, other traffic, loss, round trips, or links that are all too slow."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from cgx_ray.units import format_bytes, format_count, format_rate, format_seconds
+from cgx_ray.units import format_bytes, format_count, format_measured_rate, format_rate, format_seconds
 from cgx_ray.why.paths import Path, common_end, slow_paths, way
 from cgx_ray.why.records import NetworkCard, RankRecord
-from cgx_ray.why.step_cost import Bound, StepCost
+from cgx_ray.why.step_cost import Bound, StepCost, waiting_threads
 from cgx_ray.why.step_parts import StepParts
 
 # Time-outs in a row for the same data after which nothing that is sent arrives: a busy path has one or two.
@@ -20,12 +20,8 @@ _FASTER = 1.5
 _LOSSY = 0.003
 # Share of a card's bytes from others that counts as traffic, and what headers and acknowledgements add to our own.
 _TRAFFIC, _OVERHEAD = 0.2, 1.1
-# Share of the time in which threads of a node's ranks wait for a processor that is worth telling.
-_CROWDED = 0.05
 # Share of backward beside which the exchange must lie to count as hidden, and buckets that let it.
 _HIDDEN, _NUM_BUCKETS = 0.2, 8
-# DDP's default, if its buckets are unknown.
-_BUCKET_BYTES = 25 << 20
 
 
 def network_costs(records: Sequence[RankRecord], parts: StepParts, paths: Sequence[Path]) -> Iterator[StepCost]:
@@ -75,7 +71,7 @@ def _other_card(records: Sequence[RankRecord], paths: Sequence[Path], network_s:
         return None
     saves_s = network_s * (1 - rates[own.name] / rates[name])
     names = ",".join(one for one in rates if one != own.name and rates[one] >= _FASTER * rates[own.name])
-    own_rate, rate = (format_rate(_rounded(rates[one])) for one in (own.name, name))
+    own_rate, rate = (format_measured_rate(rates[one]) for one in (own.name, name))
     return StepCost(
         bound=Bound.NETWORK,
         seconds=saves_s,
@@ -132,7 +128,7 @@ def _loss(paths: Sequence[Path], network_s: float) -> StepCost | None:
         who=where,
         phrase=f"what TCP sends again {where}",
         evidence=f"{worst.resent_share:.1%} of the bytes were sent again; "
-        f"{format_rate(_rounded(8 * worst.bytes_per_s))} are left",
+        f"{format_measured_rate(8 * worst.bytes_per_s)} are left",
         remedy="find where packets are dropped: `ethtool -S CARD`, `ip -s link`, the switch's counters, cables",
         saves_s=network_s * (1 - ratio) if good else 0.0,
     )
@@ -164,7 +160,7 @@ def _traffic(records: Sequence[RankRecord], paths: Sequence[Path], network_s: fl
         seconds=network_s * share,
         who=f"card {card_name} of {node}",
         phrase=f"a link that {node} shares with other traffic",
-        evidence=f"{share:.0%} of the bytes on {card_name} are not this training's: {format_rate(_rounded(bit_per_s))}",
+        evidence=f"{share:.0%} of the bytes on {card_name} are not this training's: {format_measured_rate(bit_per_s)}",
         remedy=f"`ss -tinp` or `iftop -i {card_name}` on {node} shows whose they are; move that "
         "job, or use another card",
         saves_s=network_s * share,
@@ -178,8 +174,7 @@ def _latency(records: Sequence[RankRecord], paths: Sequence[Path], parts: StepPa
     total = gradient_bytes(records)
     if not trips or not rates or not total:
         return None
-    first = records[0]
-    num_buckets = len(first.bucket_bytes) or -(-total // _BUCKET_BYTES)
+    num_buckets = len(records[0].bucket_bytes)
     num_nodes = len({record.node.name for record in records})
     bucket_s = 2 * (num_nodes - 1) * median(trips) / 2
     latency_s = min(parts.network_s, num_buckets * bucket_s)
@@ -237,7 +232,7 @@ def _slow_path(paths: Sequence[Path], network_s: float) -> StepCost | None:
         return None
     worst = min(slow, key=lambda path: path.bytes_per_s)
     usual = median(path.bytes_per_s for path in paths if path.bytes_per_s > 0 and path not in slow)
-    rate = format_rate(_rounded(8 * worst.bytes_per_s))
+    rate = format_measured_rate(8 * worst.bytes_per_s)
     end = common_end(slow, paths)
     where = end or way(worst)
     saves_s = network_s * (1 - worst.bytes_per_s / usual)
@@ -254,7 +249,7 @@ def _slow_path(paths: Sequence[Path], network_s: float) -> StepCost | None:
         seconds=saves_s,
         who=where,
         phrase=f"a link of {rate}: {where}" if end else f"a link of {rate} {where}",
-        evidence=f"other paths carry {format_rate(_rounded(8 * usual))}{says}{unsure}",
+        evidence=f"other paths carry {format_measured_rate(8 * usual)}{says}{unsure}",
         remedy=f"`ethtool {name}` there: speed and duplex of card and switch port, cable; or leave that node out",
         saves_s=saves_s,
     )
@@ -278,7 +273,7 @@ def _repeated(records: Sequence[RankRecord], network_s: float) -> StepCost | Non
 def _all_paths(records: Sequence[RankRecord], parts: StepParts, paths: Sequence[Path], seconds: float) -> StepCost:
     rates = [path.bytes_per_s for path in paths if path.bytes_per_s > 0]
     total = gradient_bytes(records)
-    at = f"links of {format_rate(_rounded(8 * median(rates)))}" if rates else "the network"
+    at = f"links of {format_measured_rate(8 * median(rates))}" if rates else "the network"
     cards = [path.card for path in paths if path.card is not None and path.card.kind == "physical"]
     speeds = {card.bit_per_s for card in cards if card.bit_per_s}
     says = f"; cards say {format_rate(min(speeds))}" if speeds else ""
@@ -297,15 +292,14 @@ def _all_paths(records: Sequence[RankRecord], parts: StepParts, paths: Sequence[
 
 def _inside(records: Sequence[RankRecord], seconds: float) -> StepCost:
     node = records[0].node
-    waited = median(record.waited_share for record in records)
-    crowd = f"; threads wait {waited:.0%} of the time for a processor" if waited > _CROWDED else ""
+    crowd = waiting_threads(records)
     return StepCost(
         bound=Bound.NETWORK,
         seconds=seconds,
         who=f"ranks of {node.name}",
         phrase="the exchange between ranks of one node",
         evidence=f"{format_count(len(records), 'rank')} share {format_count(node.num_processors, 'processor')}, "
-        f"which also sum the gradients{crowd}",
+        f"which also sum the gradients{crowd and f'; {crowd}'}",
         remedy="fewer ranks per node, or `export OMP_NUM_THREADS=1`, so that sums have a processor",
         saves_s=0.0,
     )
@@ -348,8 +342,3 @@ def stalled_cost(records: Sequence[RankRecord], paths: Sequence[Path], seconds: 
 def gradient_bytes(records: Sequence[RankRecord]) -> int:
     """Return the bytes of all gradients of a step, 0 if unknown."""
     return sum(records[0].bucket_bytes)
-
-
-def _rounded(value: float) -> float:
-    """Return `value` with three digits, as a measured rate has no more."""
-    return float(f"{value:.3g}")

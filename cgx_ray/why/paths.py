@@ -125,14 +125,8 @@ def _path(
         path_mtu=main[1].path_mtu if main is not None else 0,
         num_timeouts=max((one.num_timeouts for one in ones), default=0),
         receiver_limited_share=sum(one.receiver_limited_s for one in ones) / busy_s if busy_s else 0.0,
-        card=card_of(main[0], main[1].own) if main is not None else None,
+        card=main[0].node.card_at(main[1].own.rpartition(":")[0]) if main is not None else None,
     )
-
-
-def card_of(record: RankRecord, end: str) -> NetworkCard | None:
-    """Return the card with the address of a connection's end."""
-    address = end.rpartition(":")[0]
-    return next((card for card in record.node.cards if address in card.addresses), None)
 
 
 def way(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""What a rank that comes last costs all others, and why it does; and what all wait for their input."""
+"""Costs of a rank that comes last, with why it does; and of input that all wait for."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from statistics import median
 
 from cgx_ray.units import format_seconds
 from cgx_ray.why.records import RankRecord
-from cgx_ray.why.step_cost import Bound, StepCost
+from cgx_ray.why.step_cost import CROWDED, Bound, StepCost, waiting_threads
 from cgx_ray.why.step_parts import LateRank, StepParts
 
-# Share of the time in which threads wait for a processor, more than on other ranks, that counts as a reason.
-_CROWDED = 0.05
 # Share of the time that a hypervisor gives to others, and that a container's limit stops it.
 _STOLEN, _THROTTLED = 0.03, 0.03
 _INPUT_REMEDY = "`DataLoader(num_workers=8, persistent_workers=True, prefetch_factor=4)`; less work between two steps"
@@ -21,14 +19,14 @@ def rank_costs(records: Sequence[RankRecord], parts: StepParts) -> Iterator[Step
     late = parts.late
     if late is not None:
         yield _late_cost(records, parts, late)
-    waited = median(record.waited_share for record in records)
-    crowd = f"; their threads wait {waited:.0%} of the time for a processor" if waited > _CROWDED else ""
+    crowd = waiting_threads(records)
     yield StepCost(
         bound=Bound.RANK,
         seconds=parts.uneven_s,
         who="ranks in turns",
         phrase="ranks that come last in turns",
-        evidence="they end backward at different times, now one later and now another one" + crowd,
+        evidence="they end backward at different times, now one later and now another one"
+        + (crowd and f"; their {crowd}"),
         remedy="batches of equal work on all ranks, such as texts sorted by length; processors that nobody else uses",
         saves_s=parts.uneven_s,
     )
@@ -79,7 +77,7 @@ def _why_slow(record: RankRecord, others: Sequence[RankRecord]) -> tuple[str, st
             f"; the hypervisor gives {node.stolen_share:.0%} of its processors to others",
             "move it to another machine, or to one with processors of its own",
         )
-    if waited > others_waited + _CROWDED:
+    if waited > others_waited + CROWDED:
         return (
             f"; its threads wait {waited:.0%} of the time for a processor, others {others_waited:.0%}",
             f"`top` on {node.name} shows what else runs there: end it, or give ranks processors of their own",

@@ -1,4 +1,4 @@
-"""What the observer of `cgx-ray why` saw on one rank: values that go to JSON and back.
+"""Records of what the observer of `cgx-ray why` saw on one rank: values that go to JSON and back.
 
 Times are seconds of one step. Clocks of ranks need not agree: no value is a time of day.
 """
@@ -23,7 +23,7 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserverOptions:
-    """What `cgx-ray why` was asked for: steps to measure after the warm ones, and whether ranks probe each other."""
+    """Options of `cgx-ray why`: steps to measure after the warm ones, and whether ranks probe each other."""
 
     num_steps: int = 50
     probes: bool = False
@@ -143,6 +143,10 @@ class NodeFacts:
     cards: tuple[NetworkCard, ...]
     fabrics: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
+
+    def card_at(self, address: str) -> NetworkCard | None:
+        """Return the card with this address; None if none has it."""
+        return next((card for card in self.cards if address in card.addresses), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

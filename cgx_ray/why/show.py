@@ -11,7 +11,7 @@ from cgx_ray.report.run_pictures import Picture
 from cgx_ray.report.show import new_table, print_line
 from cgx_ray.report.style import BLUE, DENSE_COLOR, GREY, ORANGE, SKY, YELLOW, clean, label, new_figure
 from cgx_ray.report.svg import WIDTH, page_style
-from cgx_ray.units import format_rate, format_seconds
+from cgx_ray.units import format_measured_rate, format_seconds
 from cgx_ray.why.advice import describe_enough
 from cgx_ray.why.paths import Path
 from cgx_ray.why.step_parts import RankBar, StepParts
@@ -144,7 +144,7 @@ def _cell(paths: Sequence[Path], source: str, target: str) -> list[str]:
     path = next((path for path in paths if (path.source, path.target) == (source, target)), None)
     if path is None:
         return []
-    parts = [format_rate(float(f"{8 * path.bytes_per_s:.3g}")) if path.bytes_per_s else "?"]
+    parts = [format_measured_rate(8 * path.bytes_per_s) if path.bytes_per_s else "?"]
     parts += [format_seconds(path.round_trip_s)] if path.round_trip_s is not None else []
     parts += [f"{path.resent_share:.1%}"] if path.resent_share >= 0.001 else []
     return parts

@@ -30,7 +30,7 @@ _LEAST_SHARE = 0.03
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepVerdict:
-    """What bounds the steps of a training.
+    """Verdict on the steps of a training.
 
     bound        None if no step was seen
     costs        causes, the most expensive first

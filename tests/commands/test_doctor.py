@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from cgx_ray.commands import doctor
-from cgx_ray.commands.doctor import Use
+from cgx_ray.commands.finding import Use
 
 
 def run(*arguments: str) -> Result:

@@ -6,6 +6,7 @@ import os
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,11 +117,9 @@ def _with_accelerate(rank: int, folder: Path) -> tuple[Tensor, Tensor, int]:
     return whole, resumed, len(torch.load(folder / state_file(rank, 2), weights_only=True)["residuals"])
 
 
-def _with_lightning(rank: int, folder: Path) -> tuple[Tensor, Tensor, int]:
+def _lightning_module() -> Any:
+    """Return a module of Lightning around `_model`."""
     import lightning.pytorch as pl
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    from cgx_ray.integrations.lightning import CGXCallback
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -133,6 +132,15 @@ def _with_lightning(rank: int, folder: Path) -> tuple[Tensor, Tensor, int]:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.Adam(self.parameters(), lr=0.01)
 
+    return Module()
+
+
+def _with_lightning(rank: int, folder: Path) -> tuple[Tensor, Tensor, int]:
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from cgx_ray.integrations.lightning import CGXCallback
+
     def train(checkpoint: str | None) -> Tensor:
         trainer = pl.Trainer(
             max_epochs=2,
@@ -144,7 +152,7 @@ def _with_lightning(rank: int, folder: Path) -> tuple[Tensor, Tensor, int]:
             enable_model_summary=False,
             logger=False,
         )
-        module = Module()
+        module = _lightning_module()
         trainer.fit(module, torch.utils.data.DataLoader(_Numbers(), batch_size=16), ckpt_path=checkpoint)
         return _flat(module)
 
@@ -161,17 +169,6 @@ def _observed_by_why(rank: int, folder: Path) -> list[int]:
 
     from cgx_ray.why import observer
     from cgx_ray_autoload.observing import arm
-
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = _model()
-
-        def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
-            return (self.layers(batch["x"]) - batch["labels"]).square().mean()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.Adam(self.parameters(), lr=0.01)
 
     def num_steps() -> int:
         assert observer._observer is not None
@@ -192,7 +189,7 @@ def _observed_by_why(rank: int, folder: Path) -> list[int]:
         max_epochs=1, accelerator="cpu", devices=2, strategy="ddp", enable_checkpointing=False, logger=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(Module(), torch.utils.data.DataLoader(_Numbers(), batch_size=16))
+    trainer.fit(_lightning_module(), torch.utils.data.DataLoader(_Numbers(), batch_size=16))
     assert list(folder.glob("error-*")) == []
     return [with_accelerate, num_steps() - with_accelerate]
 

@@ -1,4 +1,4 @@
-"""What the kernel says of connections, and which connections a process has."""
+"""Counters that the kernel has of connections, and which connections a process has."""
 
 from __future__ import annotations
 

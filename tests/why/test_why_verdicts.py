@@ -73,7 +73,7 @@ def test_probes_tell_an_uplink_from_a_downlink(end: int, named: str) -> None:
         ({}, {}, "compare its batch size"),
         ({"throttled_s": 4.0}, {}, "raise the container's limit"),
         ({"stolen_share": 0.3}, {}, "move it to another machine"),
-        ({"gpus": ("H100, 16, 16, 5, 5, 0x0000000000000008",)}, {}, "nvidia-smi -q"),
+        ({"gpus": ("H100, 16, 16, 0x0000000000000008",)}, {}, "nvidia-smi -q"),
         ({}, {"waited_s": 4.0}, "`top` on node-2"),
     ],
 )

@@ -58,8 +58,8 @@ MIN_RATIO, MAX_RATIO = 0.25, 1.5
 
 @dataclass(slots=True)
 class _KnownGain:
-    # No learning phase: the first measurement is the baseline, since the plan was
-    # chosen on it. Learning would make a change part of the baseline.
+    # No learning phase: the first measurement is the baseline, since the plan was chosen on it. Learning would make a
+    # change part of the baseline.
     detector: ChangeDetector = field(default_factory=lambda: ChangeDetector(alarm=ALARM, learn_s=0.0))
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_MEASUREMENTS))
     is_outdated: bool = False
