@@ -51,9 +51,12 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
         connect(address)
     views = _views_of_record(record) if record is not None else _views_of_run(run, waits=not once)
     last: LiveView | None = None
+    # Newest step that was seen: once the workers have gone, a view has none.
+    step: int | None = None
     with make_screen(console) as screen:
         for view in views:
             last = view if view is not None else last
+            step = last.step if last is not None and last.step is not None else step
             screen.update([last] if last is not None else [], f"waiting for {run or 'a run'} to begin; Ctrl-C ends")
             if once and last is not None:
                 break
@@ -64,7 +67,7 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
                 )
             time.sleep(POLL_S)
     if last is not None and not once:
-        print_line(console, f"{last.name} has ended after step {last.step}")
+        print_line(console, f"{last.name} has ended{f' after step {step}' if step is not None else ''}")
     if svg is not None and last is not None:
         picture = Console(record=True, width=_PICTURE_COLUMNS, file=io.StringIO())
         picture.print(draw_view(last))
