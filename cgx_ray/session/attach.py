@@ -239,9 +239,8 @@ def _attach(
             control = None
             if process.session is None and plan is None and (settings.decides or folder is not None):
                 if _is_fsdp2(model):
-                    raise ConfigError(
-                        f"FSDP2 models keep one codec, nothing is decided; leave policy and folder out{of_variable()}"
-                    )
+                    said = "FSDP2 models keep one codec, nothing is decided; leave policy and folder out"
+                    raise ConfigError(said + of_variable())
                 control = make_control(settings, folder, model, world.gather)
                 undo.callback(control.close)
             session = control or (process.session if asks_controller else None)
