@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from bench.step import torchft_rounds
 from bench.step.cases import ONE_BUCKET_MB, StepNetwork, StepOptions, StepWay
 from bench.step.workload import Workload
 from cgx_ray.errors import ConfigError
@@ -45,6 +46,8 @@ BY_ACCURACY: Mapping[Accuracy, tuple[StepWay, ...]] = {
     "local": (
         StepWay(name="local_sgd_4", kind="local_sgd", period=4),
         StepWay(name="local_sgd_16", kind="local_sgd", period=16),
+        StepWay(name="torchft_local_sgd_16", kind="torchft_local_sgd", period=16),
+        StepWay(name="torchft_diloco_16", kind="torchft_diloco", period=16),
         StepWay(name="qsgd_rounds_8", kind="engine", codec=_QSGD, scheme="sra", period=8),
     ),
     "loose": (
@@ -180,4 +183,7 @@ def ways_for(names: Sequence[str], divisor: float) -> tuple[tuple[StepWay, ...],
         for name in names
         if WAYS[name].kind == "powersgd_hook" and divisor > MAX_POWERSGD_DIVISOR
     }
+    if not torchft_rounds.IS_INSTALLED:
+        reason = "torchft is not installed; pip install torchft"
+        left_out |= {name: reason for name in names if WAYS[name].kind.startswith("torchft_")}
     return tuple(way for name, way in WAYS.items() if name in names and name not in left_out), left_out

@@ -12,6 +12,7 @@ import cgx_ray
 from bench.step.cases import StepWay
 from bench.step.grace import Grace
 from bench.step.torch_hooks import register_hook
+from bench.step.torchft_rounds import TorchFtRounds
 from cgx_ray.engine.step_sample import Span
 from cgx_ray.plan import STEPS_TOGETHER, CodecSpec, Plan
 
@@ -64,6 +65,18 @@ class _LocalSgd(Averaging):
         self._averager.average_parameters(self._model.parameters())
 
 
+class _TorchFt(Averaging):
+    def __init__(self, model: DistributedDataParallel, way: StepWay) -> None:
+        register_hook(model, "noop")
+        self._rounds = TorchFtRounds(model.module, way.period, is_diloco=way.kind == "torchft_diloco")
+
+    def end_step(self) -> None:
+        self._rounds.end_step()
+
+    def close(self) -> None:
+        self._rounds.close()
+
+
 class _EngineAveraging(Averaging):
     def __init__(
         self, model: DistributedDataParallel, way: StepWay, plan: Plan | None, group_bytes: int | None
@@ -98,5 +111,10 @@ def averaging_of(
     """
     if way.has_engine:
         return _EngineAveraging(model, way, plan, group_bytes)
-    others = {"grace": _GraceAveraging, "local_sgd": _LocalSgd}
+    others = {
+        "grace": _GraceAveraging,
+        "local_sgd": _LocalSgd,
+        "torchft_local_sgd": _TorchFt,
+        "torchft_diloco": _TorchFt,
+    }
     return others.get(way.kind, Averaging)(model, way)

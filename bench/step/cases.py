@@ -10,9 +10,21 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.planner.cost import Link
 from cgx_ray.units import compact_rate, format_rate, format_seconds
 
-# "local_sgd": torch's hook and averager of parameters; "grace": see `step.grace`; "engine": with one codec; "planned":
-# with a plan of `step.plans`.
-Kind = Literal["noop", "ddp", "fp16_hook", "bf16_hook", "powersgd_hook", "local_sgd", "grace", "engine", "planned"]
+# "local_sgd": torch's hook and averager of parameters; "torchft_...": see `step.torchft_rounds`; "grace": see
+# `step.grace`; "engine": with one codec; "planned": with a plan of `step.plans`.
+Kind = Literal[
+    "noop",
+    "ddp",
+    "fp16_hook",
+    "bf16_hook",
+    "powersgd_hook",
+    "local_sgd",
+    "torchft_local_sgd",
+    "torchft_diloco",
+    "grace",
+    "engine",
+    "planned",
+]
 # No bucket ends before this many MB: one bucket for the whole model.
 ONE_BUCKET_MB = 1 << 20
 
@@ -23,8 +35,7 @@ class StepWay:
 
     codec          of kinds "engine", "grace" and "powersgd_hook"
     scheme         of kind "engine"
-    period         steps between two exchanges, of kinds "engine" and "local_sgd"; with more than 1, a step is the mean
-                   one of a round
+    period         steps between two exchanges; with more than 1, a step is the mean one of a round
     planner        of kind "planned", a name in `step.plans.PLANNERS`
     bucket_cap_mb  None: DDP's default, a first bucket of 1 MiB and then 25 MiB
     """

@@ -14,19 +14,7 @@ from matplotlib.lines import Line2D
 
 from bench.peers.cases import ACCURACY_OF, DDP, JOINT, NOOP, USUAL_CELLS, WAYS, PeerCell
 from bench.peers.record import CellTimes, read_cells
-from cgx_ray.report.style import (
-    BLUE,
-    DENSE_COLOR,
-    GREEN,
-    GREY,
-    INK,
-    ORANGE,
-    PURPLE,
-    clean,
-    new_figure,
-    plain_numbers,
-    save_figure,
-)
+from cgx_ray.report import style
 from cgx_ray.units import format_rate, format_seconds
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +22,13 @@ DATA = _ROOT / "bench" / "data" / "peers.json"
 PAGE = _ROOT / "docs" / "performance.md"
 PICTURE = _ROOT / "docs" / "img" / "peers.png"
 BEGIN, END = "<!-- begin of what is made by `bench peers` -->\n", "<!-- end of what is made by `bench peers` -->\n"
-_COLORS = {"dense": DENSE_COLOR, "half": GREEN, "strict": BLUE, "local": PURPLE, "loose": ORANGE}
+_COLORS = {
+    "dense": style.DENSE_COLOR,
+    "half": style.GREEN,
+    "strict": style.BLUE,
+    "local": style.PURPLE,
+    "loose": style.ORANGE,
+}
 
 
 def usual() -> list[tuple[PeerCell, CellTimes]]:
@@ -84,10 +78,10 @@ def page() -> str:
 
 def draw(cells: list[tuple[PeerCell, CellTimes]]) -> Figure:
     """Draw a line per cell with a mark per way at its seconds over those of plain DDP."""
-    figure = new_figure(10, 1.6 + 0.42 * len(cells))
+    figure = style.new_figure(10, 1.6 + 0.42 * len(cells))
     axes = figure.subplots()
     for y, (_, time) in enumerate(cells):
-        axes.plot(time.ratio(NOOP.name), y, "|", color=INK, markersize=16, markeredgewidth=2)
+        axes.plot(time.ratio(NOOP.name), y, "|", color=style.INK, markersize=16, markeredgewidth=2)
         for name in time.ways:
             if name in ACCURACY_OF:
                 color, filled = _COLORS[ACCURACY_OF[name]], WAYS[name].has_engine
@@ -96,10 +90,14 @@ def draw(cells: list[tuple[PeerCell, CellTimes]]) -> Figure:
     axes.set_yticks(range(len(cells)), [time.cell.replace("/", ", ") for _, time in cells])
     axes.invert_yaxis()
     axes.set_xscale("log")
-    plain_numbers(axes.xaxis, minor="25")
+    style.plain_numbers(axes.xaxis, minor="25")
     axes.set_xlabel("seconds of a step over those of plain DDP")
-    clean(axes)
-    marks = [("|", INK, INK, "no exchange"), ("D", BLUE, BLUE, "joint"), ("o", GREY, "white", "without cgx_ray")]
+    style.clean(axes)
+    marks = [
+        ("|", style.INK, style.INK, "no exchange"),
+        ("D", style.BLUE, style.BLUE, "joint"),
+        ("o", style.GREY, "white", "without cgx_ray"),
+    ]
     marks += [("o", color, color, name) for name, color in _COLORS.items()]
     handles = [Line2D([], [], ls="", marker=m, color=color, mfc=fill, label=text) for m, color, fill, text in marks]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
@@ -108,5 +106,5 @@ def draw(cells: list[tuple[PeerCell, CellTimes]]) -> Figure:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
-    save_figure(draw(usual()), PICTURE)
+    style.save_figure(draw(usual()), PICTURE)
     print(PAGE, PICTURE)
