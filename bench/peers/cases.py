@@ -115,7 +115,7 @@ class PeerCell:
         link = self._network(self.latency_s).link
         assert link is not None
         divisor = link.seconds(0, dense.link_bytes(DDP)) / MAX_EXCHANGE_S
-        digit = 10 ** (math.floor(math.log10(divisor)) - 1)
+        digit = 10.0 ** (math.floor(math.log10(divisor)) - 1)
         return max(1.0, math.ceil(divisor / digit) * digit)
 
     def _network(self, latency_s: float) -> StepNetwork:

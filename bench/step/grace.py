@@ -54,8 +54,7 @@ class _GraceTensor:
         self._codec.encode(self._grad_N, self._payload, key, self._memory)
         if self._memory is not None:
             self._memory.commit()
-        work = dist.all_gather(self._payloads, self._payload, async_op=True)
-        assert work is not None
+        work: dist.Work = dist.all_gather(self._payloads, self._payload, async_op=True)
         return work
 
     def decode(self) -> None:

@@ -165,6 +165,8 @@ class Workload:
         compute_s  seconds of a step without exchange; what they are more than backward is added to its first layer
         """
         first, *others = self.backward_s
+        # Other bits and densities take about as long, such as those of layers under "cgx".
+        codec_costs = {CodecSpec.parse(codec).name: cost for codec, cost in codec_costs.items()} | dict(codec_costs)
         return Measured(
             layers=self.layers,
             backward_s=(first + max(0.0, compute_s - sum(self.backward_s)), *others),
