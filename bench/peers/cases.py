@@ -160,7 +160,7 @@ USUAL_CELLS = tuple(
         ),
     )
 )
-_QUICK_CELLS = ("resnet50/100mbit/1ms", "resnet50/1gbit/10ms")
+_QUICK_CELLS = ("resnet50/100mbit/1ms", "resnet50/1gbit/0.1ms")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

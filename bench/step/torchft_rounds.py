@@ -64,7 +64,9 @@ class TorchFtRounds:
         if is_diloco:
             # The outer optimizer of its paper.
             outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-            self._rounds = DiLoCo(self._manager, [model], self._optimizer, outer, sync_every=period)
+            self._rounds = DiLoCo(
+                self._manager, [model], self._optimizer, outer, sync_every=period, use_bucketization=True
+            )
         else:
             self._rounds = LocalSGD(self._manager, model, self._optimizer, sync_every=period)
         self._rounds.__enter__()
