@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from bench.step import torchft_rounds
 from bench.step.cases import ONE_BUCKET_MB, StepNetwork, StepOptions, StepWay
 from bench.step.workload import Workload
 from cgx_ray.errors import ConfigError
@@ -183,7 +183,7 @@ def ways_for(names: Sequence[str], divisor: float) -> tuple[tuple[StepWay, ...],
         for name in names
         if WAYS[name].kind == "powersgd_hook" and divisor > MAX_POWERSGD_DIVISOR
     }
-    if not torchft_rounds.IS_INSTALLED:
+    if importlib.util.find_spec("torchft") is None:
         reason = "torchft is not installed; pip install torchft"
         left_out |= {name: reason for name in names if WAYS[name].kind.startswith("torchft_")}
     return tuple(way for name, way in WAYS.items() if name in names and name not in left_out), left_out

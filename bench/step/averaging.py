@@ -10,11 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from bench.step.cases import StepWay
-from bench.step.grace import Grace
 from bench.step.torch_hooks import register_hook
-from bench.step.torchft_rounds import TorchFtRounds
 from cgx_ray.engine.step_sample import Span
-from cgx_ray.plan import STEPS_TOGETHER, CodecSpec, Plan
+from cgx_ray.plan import STEPS_TOGETHER, Plan
 
 
 class Averaging:
@@ -44,17 +42,7 @@ class Averaging:
         """Take the averaging from the model."""
 
 
-class _GraceAveraging(Averaging):
-    def __init__(self, model: DistributedDataParallel, way: StepWay) -> None:
-        register_hook(model, "noop")
-        # In the order of backward, as their hooks would be called.
-        self._grace = Grace(reversed(list(model.parameters())), CodecSpec.parse(way.codec))
-
-    def end_step(self) -> None:
-        self._grace.average()
-
-
-class _LocalSgd(Averaging):
+class TorchRounds(Averaging):
     """Torch's hook, which leaves gradients to each rank, and its averager of parameters, once in every round."""
 
     def __init__(self, model: DistributedDataParallel, way: StepWay) -> None:
@@ -65,19 +53,13 @@ class _LocalSgd(Averaging):
         self._averager.average_parameters(self._model.parameters())
 
 
-class _TorchFt(Averaging):
-    def __init__(self, model: DistributedDataParallel, way: StepWay) -> None:
-        register_hook(model, "noop")
-        self._rounds = TorchFtRounds(model.module, way.period, is_diloco=way.kind == "torchft_diloco")
+class EngineAveraging(Averaging):
+    """cgx_ray's engine, with a plan or with one codec.
 
-    def end_step(self) -> None:
-        self._rounds.end_step()
+    plan         in force; None: the codec, scheme and period of the way
+    group_bytes  without a plan; None: the default
+    """
 
-    def close(self) -> None:
-        self._rounds.close()
-
-
-class _EngineAveraging(Averaging):
     def __init__(
         self, model: DistributedDataParallel, way: StepWay, plan: Plan | None, group_bytes: int | None
     ) -> None:
@@ -99,22 +81,3 @@ class _EngineAveraging(Averaging):
 
     def close(self) -> None:
         self._attachment.close()
-
-
-def averaging_of(
-    way: StepWay, model: DistributedDataParallel, *, plan: Plan | None = None, group_bytes: int | None = None
-) -> Averaging:
-    """Average what `model` computes in the way that is asked for.
-
-    plan         of kind "planned"
-    group_bytes  of kind "engine"; None: the default
-    """
-    if way.has_engine:
-        return _EngineAveraging(model, way, plan, group_bytes)
-    others = {
-        "grace": _GraceAveraging,
-        "local_sgd": _LocalSgd,
-        "torchft_local_sgd": _TorchFt,
-        "torchft_diloco": _TorchFt,
-    }
-    return others.get(way.kind, Averaging)(model, way)

@@ -7,26 +7,29 @@ Gloo, the next ones are compressed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from bench.step.averaging import Averaging
+from bench.step.cases import StepWay
+from bench.step.torch_hooks import register_hook
 from cgx_ray.codecs import make_codec
 from cgx_ray.plan import CodecSpec
 from cgx_ray.runtime_ext import ops
 
 
-class Grace:
-    """Averages the gradients of `parameters` over all ranks, in their order."""
+class Grace(Averaging):
+    """Averages the gradients after backward, in its order, with the codec of the way."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], codec: CodecSpec) -> None:
-        self._tensors = [_GraceTensor(parameter, codec) for parameter in parameters]
+    def __init__(self, model: DistributedDataParallel, way: StepWay) -> None:
+        register_hook(model, "noop")
+        codec = CodecSpec.parse(way.codec)
+        self._tensors = [_GraceTensor(parameter, codec) for parameter in reversed(list(model.parameters()))]
         self._step = 0
 
-    def average(self) -> None:
-        """Put the mean over ranks in the place of each gradient. Call it on all ranks, after backward."""
+    def end_step(self) -> None:
         rank = dist.get_rank()
         works = [one.gather(ops.message_key(0, self._step, at, rank, 0)) for at, one in enumerate(self._tensors)]
         for one, work in zip(self._tensors, works, strict=True):

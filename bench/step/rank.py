@@ -21,10 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.shared.rank_process import run_rank, start_together
 from bench.shared.ranks import BenchError
-from bench.step.averaging import Averaging, averaging_of
-from bench.step.cases import StepNetwork, StepWay
+from bench.step.averaging import Averaging, EngineAveraging, TorchRounds
+from bench.step.cases import Kind, StepNetwork, StepWay
+from bench.step.grace import Grace
 from bench.step.plans import STRICT_GAINS, plan_of
 from bench.step.sleeping_model import BackwardClock, SleepingModel, fixed_gradients
+from bench.step.torchft_rounds import TorchFtRounds
 from bench.step.workload import GAINS, Workload
 from cgx_ray.engine.chrome_trace import PhaseSpan
 from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Plan
@@ -35,6 +37,13 @@ from cgx_ray.session.calibrate import measure_codec, measure_errors
 # Per turn, not counted, at least one round: DDP rebuilds its buckets after the first step, torch's PowerSGD sends two
 # steps whole and allocates in the third, and TCP connections begin slowly.
 _WARM_UP_STEPS = 3
+# Others are DDP itself or a hook of torch.
+_AVERAGINGS: Mapping[Kind, type[Averaging]] = {
+    "local_sgd": TorchRounds,
+    "torchft_local_sgd": TorchFtRounds,
+    "torchft_diloco": TorchFtRounds,
+    "grace": Grace,
+}
 
 
 class _Runner:
@@ -116,8 +125,12 @@ class _Rank:
             # On a processor the copies between gradients and buckets cost time that a GPU does not need.
             gradient_as_bucket_view=True,
         )
-        group_bytes = round(DEFAULT_GROUP_BYTES / workload.divisor) if workload.divisor > 1 else None
-        averaging = averaging_of(way, model, plan=self._plan(way), group_bytes=group_bytes)
+        averaging: Averaging
+        if way.has_engine:
+            group_bytes = round(DEFAULT_GROUP_BYTES / workload.divisor) if workload.divisor > 1 else None
+            averaging = EngineAveraging(model, way, self._plan(way), group_bytes)
+        else:
+            averaging = _AVERAGINGS.get(way.kind, Averaging)(model, way)
         if averaging.plan is not None:
             self.plans[way.name] = averaging.plan
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import socket
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -10,8 +9,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-IS_INSTALLED = importlib.util.find_spec("torchft") is not None
+from bench.step.averaging import Averaging
+from bench.step.cases import StepWay
+from bench.step.torch_hooks import register_hook
+
 _TIMEOUT = timedelta(minutes=10)
 
 
@@ -25,18 +28,20 @@ class _NoOptimizer(torch.optim.Optimizer):
         del closure
 
 
-class TorchFtRounds:
-    """Averages the parameters of `model` in every `period`-th call of `end_step`, by DiLoCo or else by LocalSGD.
+class TorchFtRounds(Averaging):
+    """Averages the parameters once in every round, by DiLoCo or LocalSGD.
 
     Rank 0 has the lighthouse. All replicas are there from the first step on and none fails.
     """
 
-    def __init__(self, model: nn.Module, period: int, *, is_diloco: bool) -> None:
+    def __init__(self, model: DistributedDataParallel, way: StepWay) -> None:
         from torchft.coordination import LighthouseServer  # noqa: PLC0415 - it may be missing
         from torchft.local_sgd import DiLoCo, LocalSGD  # noqa: PLC0415
         from torchft.manager import Manager  # noqa: PLC0415
         from torchft.process_group import ProcessGroupGloo  # noqa: PLC0415
 
+        register_hook(model, "noop")
+        module: nn.Module = model.module
         rank, address = dist.get_rank(), socket.gethostbyname(socket.gethostname())
         self._lighthouse = None
         if rank == 0:
@@ -46,8 +51,8 @@ class TorchFtRounds:
         self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
         self._manager = Manager(
             pg=ProcessGroupGloo(timeout=_TIMEOUT),
-            load_state_dict=model.load_state_dict,
-            state_dict=model.state_dict,
+            load_state_dict=module.load_state_dict,
+            state_dict=module.state_dict,
             min_replica_size=dist.get_world_size(),
             use_async_quorum=False,
             timeout=_TIMEOUT,
@@ -60,15 +65,15 @@ class TorchFtRounds:
             hostname=address,
             init_sync=False,
         )
-        self._optimizer = _NoOptimizer(model.parameters())
-        if is_diloco:
+        self._optimizer = _NoOptimizer(module.parameters())
+        if way.kind == "torchft_diloco":
             # The outer optimizer of its paper.
-            outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+            outer = torch.optim.SGD(module.parameters(), lr=0.7, momentum=0.9, nesterov=True)
             self._rounds = DiLoCo(
-                self._manager, [model], self._optimizer, outer, sync_every=period, use_bucketization=True
+                self._manager, [module], self._optimizer, outer, sync_every=way.period, use_bucketization=True
             )
         else:
-            self._rounds = LocalSGD(self._manager, model, self._optimizer, sync_every=period)
+            self._rounds = LocalSGD(self._manager, module, self._optimizer, sync_every=way.period)
         self._rounds.__enter__()
 
     def end_step(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.image import imread
 from support.ranks import run_ranks
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from bench.__main__ import bench
 from bench.peers import measure
@@ -31,13 +33,12 @@ from bench.peers.cases import (
 )
 from bench.peers.measure import measure_cell
 from bench.peers.record import CellTimes, WayTime, judged, read_cells, write_cells
-from bench.step import torchft_rounds
+from bench.step.cases import StepWay
 from bench.step.grace import Grace
 from bench.step.plans import PLANNERS, plan_of
 from bench.step.workload import Workload
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab
-from cgx_ray.plan import CodecSpec
 from cgx_ray.planner.bits import WIDTHS, LayerErrors
 from cgx_ray.planner.candidates import FREE
 from cgx_ray.planner.cost import Link
@@ -88,11 +89,11 @@ def test_powersgd_is_left_out_where_its_factors_would_not_shrink_with_the_model(
 
 def test_torchft_is_left_out_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("ddp", "torchft_diloco_16")
-    monkeypatch.setattr(torchft_rounds, "IS_INSTALLED", False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     ways, left_out = ways_for(names, 1.0)
     assert ([way.name for way in ways], list(left_out)) == (["ddp"], ["torchft_diloco_16"])
     assert "pip install torchft" in left_out["torchft_diloco_16"]
-    monkeypatch.setattr(torchft_rounds, "IS_INSTALLED", True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert ways_for(names, 1.0) == (tuple(WAYS[name] for name in names), {})
 
 
@@ -135,33 +136,33 @@ def test_a_plan_holds_every_layer_once_and_compresses(planner: str, measured: Me
         assert codecs <= {"none", "bf16", "qsgd"}
 
 
-def _grace_averages(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return what a codec without loss and one with feedback make of two tensors in two steps, whose sum is told."""
+def _grace_averages(rank: int) -> list[torch.Tensor]:
+    """Return the sum of a weight's averages over two steps, with a codec without loss and with one that feeds back."""
     found = []
     for codec in ("none", "topk:density=0.5"):
-        parameters = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(3))]
-        grace, total = Grace(parameters, CodecSpec.parse(codec)), [torch.zeros(2, 2), torch.zeros(3)]
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        grace, total = Grace(model, StepWay(name="grace", kind="grace", codec=codec)), torch.zeros(2, 2)
         for _ in range(2):
-            for at, parameter in enumerate(parameters):
-                parameter.grad = torch.arange(1.0, 1 + parameter.numel()).view(parameter.shape) * (rank + 1 + at)
-            grace.average()
-            for one, parameter in zip(total, parameters, strict=True):
-                assert parameter.grad is not None
-                one.add_(parameter.grad)
+            model.zero_grad()
+            # Its gradient is 1, 2, 3, 4 on rank 0, and twice that on rank 1.
+            (GIVEN * (rank + 1) * model.module.weight + 0 * model(torch.zeros(2))).sum().backward()
+            grace.end_step()
+            total += model.module.weight.grad
         found.append(total)
     dist.barrier()
-    return found[0], found[1]
+    return found
+
+
+GIVEN = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 
 
 def test_grace_averages_every_tensor_over_the_ranks_and_feeds_back_what_it_dropped() -> None:
     (exact, sparse), (other, other_sparse) = run_ranks(2, _grace_averages)
-    means = [2 * 1.5 * torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 2 * 2.5 * torch.tensor([1.0, 2.0, 3.0])]
-    for at, mean in enumerate(means):
-        assert torch.equal(exact[at], mean)
-        assert torch.equal(other[at], mean)
-        assert torch.equal(sparse[at], other_sparse[at])
-    # Half of four elements a step: the larger half first, then the smaller with what was dropped before.
-    assert float(sparse[0].sum()) > float(means[0].flatten()[2:].sum())
+    assert torch.equal(exact, 2 * 1.5 * GIVEN)
+    assert torch.equal(other, exact)
+    assert torch.equal(other_sparse, sparse)
+    # Half of four elements a step: 3 and 4, and then 4 and 2 + 2, which the first step has dropped.
+    assert torch.equal(sparse, 1.5 * torch.tensor([[0.0, 4.0], [3.0, 8.0]]))
 
 
 @pytest.mark.skipif(NO_LAB is not None, reason=str(NO_LAB))
