@@ -116,7 +116,7 @@ class PeerCell:
         assert link is not None
         divisor = link.seconds(0, dense.link_bytes(DDP)) / MAX_EXCHANGE_S
         digit = 10.0 ** (math.floor(math.log10(divisor)) - 1)
-        return max(1.0, math.ceil(divisor / digit) * digit)
+        return max(1.0, float(f"{math.ceil(divisor / digit) * digit:.2g}"))
 
     def _network(self, latency_s: float) -> StepNetwork:
         return StepNetwork(rate_bit_per_s=self.rate_bit_per_s, latency_s=latency_s)
