@@ -88,7 +88,7 @@ def draw(cells: list[tuple[PeerCell, CellTimes]]) -> Figure:
                 marker, size = ("D", 9) if name == JOINT.name else ("o", 6)
                 axes.plot(time.ratio(name), y, marker, color=color, markersize=size, mfc=color if filled else "white")
     axes.set_yticks(range(len(cells)), [time.cell.replace("/", ", ") for _, time in cells])
-    axes.invert_yaxis()
+    axes.set_ylim(len(cells) - 0.5, -0.5)
     axes.set_xscale("log")
     style.plain_numbers(axes.xaxis, minor="25")
     axes.set_xlabel("seconds of a step over those of plain DDP")
