@@ -10,19 +10,33 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.planner.cost import Link
 from cgx_ray.units import compact_rate, format_rate, format_seconds
 
-# "joint": the engine with the planner's best plan.
-Kind = Literal["noop", "ddp", "fp16_hook", "bf16_hook", "powersgd_hook", "engine", "joint"]
+# "local_sgd": torch's hook and averager of parameters; "torchft_...": see `step.torchft_rounds`; "grace": see
+# `step.grace`; "engine": with one codec; "planned": with a plan of `step.plans`.
+Kind = Literal[
+    "noop",
+    "ddp",
+    "fp16_hook",
+    "bf16_hook",
+    "powersgd_hook",
+    "local_sgd",
+    "torchft_local_sgd",
+    "torchft_diloco",
+    "grace",
+    "engine",
+    "planned",
+]
 # No bucket ends before this many MB: one bucket for the whole model.
-_ONE_BUCKET_MB = 1 << 20
-POWERSGD_RANK = 4
+ONE_BUCKET_MB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWay:
     """A way to average gradients behind DistributedDataParallel.
 
-    codec, scheme, period
-                   of kind "engine"; with a period of more than 1, a step is the mean one of a round
+    codec          of kinds "engine", "grace" and "powersgd_hook"
+    scheme         of kind "engine"
+    period         steps between two exchanges; with more than 1, a step is the mean one of a round
+    planner        of kind "planned", a name in `step.plans.PLANNERS`
     bucket_cap_mb  None: DDP's default, a first bucket of 1 MiB and then 25 MiB
     """
 
@@ -31,16 +45,22 @@ class StepWay:
     codec: str = "none"
     scheme: str = "dense"
     period: int = 1
+    planner: str = ""
     bucket_cap_mb: int | None = None
 
     @property
     def has_engine(self) -> bool:
-        return self.kind in ("engine", "joint")
+        return self.kind in ("engine", "planned")
+
+    @property
+    def sends_after_backward(self) -> bool:
+        """True if nothing is sent before backward has ended."""
+        return self.period > 1 or self.kind == "grace"
 
     @property
     def suffix(self) -> str:
         """End of the name of the ways with the same buckets."""
-        return "" if self.bucket_cap_mb in (None, _ONE_BUCKET_MB) else f"_{self.bucket_cap_mb}mb"
+        return "" if self.bucket_cap_mb in (None, ONE_BUCKET_MB) else f"_{self.bucket_cap_mb}mb"
 
 
 _USUAL_BUCKETS = (
@@ -49,14 +69,14 @@ _USUAL_BUCKETS = (
     StepWay(name="fp16_hook", kind="fp16_hook"),
     StepWay(name="bf16_hook", kind="bf16_hook"),
     # With several buckets it deadlocks on Gloo: its callbacks wait for other callbacks of the same thread.
-    StepWay(name="powersgd_hook", kind="powersgd_hook", bucket_cap_mb=_ONE_BUCKET_MB),
+    StepWay(name="powersgd_hook", kind="powersgd_hook", codec="powersgd:rank=4", bucket_cap_mb=ONE_BUCKET_MB),
     StepWay(name="engine_dense", kind="engine"),
     StepWay(name="engine_fp16", kind="engine", codec="fp16", scheme="allreduce"),
     StepWay(name="engine_bf16", kind="engine", codec="bf16", scheme="sra"),
     StepWay(name="engine_qsgd", kind="engine", codec="qsgd:bits=4,bucket_size=128", scheme="sra"),
     StepWay(name="engine_rounds", kind="engine", codec="qsgd:bits=4,bucket_size=128", scheme="sra", period=8),
     StepWay(name="engine_topk", kind="engine", codec="topk:density=0.01", scheme="allgather"),
-    StepWay(name="joint", kind="joint"),
+    StepWay(name="joint", kind="planned", planner="typical"),
 )
 _IN_BOTH = ("noop", "ddp", "engine_dense", "engine_qsgd", "joint")
 _SMALL_BUCKETS = tuple(
@@ -122,6 +142,7 @@ class StepOptions:
     network     of the lab
     ways        names in `WAYS`; empty: all
     quick       small model, two ranks, one round, few ways, no goals
+    divisor     layers have so many times fewer elements than the model's, and DDP's buckets too
     """
 
     model: str = "resnet50"
@@ -131,6 +152,7 @@ class StepOptions:
     num_rounds: int = 4
     ways: Sequence[str] = ()
     quick: bool = False
+    divisor: float = 1.0
 
     def __post_init__(self) -> None:
         if not 2 <= self.num_ranks <= 16:

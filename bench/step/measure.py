@@ -83,8 +83,8 @@ def step(
     timings: list[StepTiming] = []
     spans: Mapping[str, Sequence[PhaseSpan]] = {}
     for network in networks_of(options, lab_reason):
-        found, spans = measure_step(options, network, run.on_part)
-        timings += found
+        found, record = measure_step(options, network, options.ways_on(network), run.on_part)
+        timings, spans = timings + found, record.spans
     rows = rows_of(options, timings)
     if options.is_whole:
         from cgx_ray.demo.engine_overhead import measure_overhead  # noqa: PLC0415 - it imports torch: 2 s
@@ -171,7 +171,7 @@ class StepTiming:
         if self.way.codec in ("fp16", "bf16") and self.fp16_hook_s is not None:
             goal = peer_goal if beats_hook else None
             yield Row(name=f"{self.name}_over_fp16_hook", value=self.over(self.fp16_hook_s), unit="x", goal=goal)
-        if self.way.kind == "joint" and self.fastest_s is not None:
+        if self.way.kind == "planned" and self.fastest_s is not None:
             goal = FASTEST_GOAL if with_goals else None
             yield Row(name=f"{self.name}_over_fastest", value=self.over(self.fastest_s), unit="x", goal=goal)
         if self.predicted_s is not None:
@@ -182,21 +182,23 @@ class StepTiming:
 
 
 def measure_step(
-    options: StepOptions, network: StepNetwork, on_turn: OnPart
-) -> tuple[list[StepTiming], Mapping[str, Sequence[PhaseSpan]]]:
-    """Time the ways on one network. Return their timings, and the timelines of the engine.
+    options: StepOptions, network: StepNetwork, ways: Sequence[StepWay], on_turn: OnPart
+) -> tuple[list[StepTiming], StepRecord]:
+    """Time `ways` on one network. Return their timings, and what they were made from.
 
     on_turn  called after each turn of a way with its name and the fraction of turns done
 
     Raises ConfigError if the model cannot be read or needs more memory than there is; BenchError if a rank ends
     early; LabError if the lab cannot be made.
     """
-    ways = options.ways_on(network)
-    workload = Workload.load(options.model, backward_s=options.backward_s, num_ranks=options.num_ranks)
+    workload = Workload.load(
+        options.model, backward_s=options.backward_s, num_ranks=options.num_ranks, divisor=options.divisor
+    )
     workload.check_memory()
     job = {
         "model": options.model,
         "backward_s": options.backward_s,
+        "divisor": options.divisor,
         "network": asdict(network),
         "ways": [asdict(way) for way in ways],
         "num_rounds": options.num_rounds,
@@ -218,7 +220,7 @@ def measure_step(
             done += 1
             on_turn(f"{network.name}: {line}", done / num_turns)
     assert record is not None
-    return timings_of(record, ways, network, workload), record.spans
+    return timings_of(record, ways, network, workload), record
 
 
 def timings_of(

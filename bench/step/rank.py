@@ -1,4 +1,4 @@
-"""One rank of `python -m bench step`: the ways take turns, each with a model of its own.
+"""One rank of `python -m bench step` or `peers`: the ways take turns, each with a model of its own.
 
 Rank 0 writes the name of a way after each of its turns, and at the end a `StepRecord` as JSON.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -18,22 +19,31 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-import cgx_ray
 from bench.shared.rank_process import run_rank, start_together
 from bench.shared.ranks import BenchError
-from bench.step.cases import StepNetwork, StepWay
+from bench.step.averaging import Averaging, EngineAveraging, TorchRounds
+from bench.step.cases import Kind, StepNetwork, StepWay
+from bench.step.grace import Grace
+from bench.step.plans import STRICT_GAINS, plan_of
 from bench.step.sleeping_model import BackwardClock, SleepingModel, fixed_gradients
-from bench.step.torch_hooks import register_hook
-from bench.step.workload import GAINS, Workload, joint_plan
+from bench.step.torchft_rounds import TorchFtRounds
+from bench.step.workload import GAINS, Workload
 from cgx_ray.engine.chrome_trace import PhaseSpan
-from cgx_ray.plan import STEPS_TOGETHER, CodecSpec, Plan
+from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Plan
+from cgx_ray.planner.bits import WIDTHS
 from cgx_ray.planner.candidates import CodecCost
-from cgx_ray.session.attachment import Attachment
-from cgx_ray.session.calibrate import measure_codec
+from cgx_ray.session.calibrate import measure_codec, measure_errors
 
-# Per turn, not counted: DDP rebuilds its buckets after the first step, torch's PowerSGD sends two steps whole and
-# allocates in the third, and TCP connections begin slowly.
+# Per turn, not counted, at least one round: DDP rebuilds its buckets after the first step, torch's PowerSGD sends two
+# steps whole and allocates in the third, and TCP connections begin slowly.
 _WARM_UP_STEPS = 3
+# Others are DDP itself or a hook of torch.
+_AVERAGINGS: Mapping[Kind, type[Averaging]] = {
+    "local_sgd": TorchRounds,
+    "torchft_local_sgd": TorchFtRounds,
+    "torchft_diloco": TorchFtRounds,
+    "grace": Grace,
+}
 
 
 class _Runner:
@@ -43,12 +53,12 @@ class _Runner:
         self,
         way: StepWay,
         model: DistributedDataParallel,
-        attachment: Attachment | None,
+        averaging: Averaging,
         clock: BackwardClock,
         lead_s: float,
     ) -> None:
-        self.way, self.attachment = way, attachment
-        self._model = model
+        self.way = way
+        self._model, self._averaging = model, averaging
         self._clock = clock
         self._lead_s = lead_s
 
@@ -60,29 +70,29 @@ class _Runner:
             loss = self._model(torch.zeros(()))
             self._clock.begin()
             loss.backward()
-        if self.attachment is not None:
-            self.attachment.end_round()
+            self._averaging.end_step()
+        self._averaging.end_round()
         return began_s, (time.perf_counter() - began_s) / self.way.period
 
     def check(self) -> None:
-        """Raise BenchError unless all ranks hold the same averages."""
+        """Raise BenchError unless all ranks hold the same averages, if that is what they should."""
+        if self.way.kind == "noop" or self.way.period > 1:
+            return
         averages = [parameter.grad for parameter in self._model.parameters()]
         sums_L = torch.stack([average.sum(dtype=torch.float64) for average in averages if average is not None])
         least_L, most_L = sums_L.clone(), sums_L.clone()
         dist.all_reduce(least_L, op=dist.ReduceOp.MIN)
         dist.all_reduce(most_L, op=dist.ReduceOp.MAX)
-        if self.way.kind != "noop" and self.way.period == 1 and not torch.equal(least_L, most_L):
+        if not torch.equal(least_L, most_L):
             num_layers = int((least_L != most_L).sum())
             raise BenchError(f"{self.way.name}: ranks hold different averages of {num_layers} layers")
 
     def spans(self, began_s: float) -> list[PhaseSpan]:
         """Return what the engine's groups did in the newest step, which began at `began_s`."""
-        if self.attachment is None:
-            return []
         rank = dist.get_rank()
         return [
             PhaseSpan(rank, span.group, span.phase, max(span.begin_s - began_s, 0.0), span.end_s - began_s)
-            for span in self.attachment.last_spans
+            for span in self._averaging.last_spans
         ]
 
 
@@ -95,7 +105,9 @@ class _Rank:
 
     def __init__(self, job: Mapping[str, Any]) -> None:
         self._network = StepNetwork(**job["network"])
-        self._workload = Workload.load(job["model"], backward_s=job["backward_s"], num_ranks=job["world_size"])
+        self._workload = Workload.load(
+            job["model"], backward_s=job["backward_s"], num_ranks=job["world_size"], divisor=job["divisor"]
+        )
         self._gradients: Sequence[Tensor] = fixed_gradients(self._workload.shapes, seed=job["rank"])
         self.ways = [StepWay(**way) for way in job["ways"]]
         self.codec_costs = _codec_costs(self.ways) if self._network.link is not None else {}
@@ -103,54 +115,49 @@ class _Rank:
 
     @contextmanager
     def at_work(self, way: StepWay) -> Iterator[_Runner]:
-        """Build the model of `way` with its hook or engine, and end both. Only one at a time fits into memory."""
+        """Build the model of `way` with what averages it, and end both. Only one at a time fits into memory."""
         workload = self._workload
         clock = BackwardClock(workload.backward_s)
         model = DistributedDataParallel(
             SleepingModel([layer.name for layer in workload.layers], self._gradients, clock),
-            bucket_cap_mb=way.bucket_cap_mb,
+            bucket_cap_mb=workload.bucket_cap_mb(way),
             init_sync=False,
             # On a processor the copies between gradients and buckets cost time that a GPU does not need.
             gradient_as_bucket_view=True,
         )
-        attachment = None
-        # Without shared memory between ranks, which would go around the links of a lab. Nobody trains these weights.
-        if way.kind == "engine":
-            attachment = cgx_ray.attach(
-                model,
-                codec=way.codec,
-                scheme=way.scheme,
-                period=way.period,
-                shared_memory=False,
-                weight_check_steps=0,
-            )
-            if way.period > 1:
-                # As in a training that goes on: in its first steps, ranks do not train alone.
-                attachment.load_state_dict(attachment.state_dict() | {"step": STEPS_TOGETHER})
-        elif way.kind == "joint":
-            attachment = cgx_ray.attach(model, plan=self._joint_plan(way), shared_memory=False, weight_check_steps=0)
-        elif way.kind != "ddp":
-            register_hook(model, way.kind)
-        if attachment is not None and attachment.plan is not None:
-            self.plans[way.name] = attachment.plan
+        averaging: Averaging
+        if way.has_engine:
+            group_bytes = round(DEFAULT_GROUP_BYTES / workload.divisor) if workload.divisor > 1 else None
+            averaging = EngineAveraging(model, way, self._plan(way), group_bytes)
+        else:
+            averaging = _AVERAGINGS.get(way.kind, Averaging)(model, way)
+        if averaging.plan is not None:
+            self.plans[way.name] = averaging.plan
         try:
             # Ranks talk six times, one after the other, before they agree on a start.
-            yield _Runner(way, model, attachment, clock, lead_s=0.03 + 8 * self._network.latency_s)
+            yield _Runner(way, model, averaging, clock, lead_s=0.03 + 8 * self._network.latency_s)
         finally:
-            if attachment is not None:
-                attachment.close()
+            averaging.close()
 
-    def _joint_plan(self, way: StepWay) -> Plan:
-        """Return the planner's plan, the same in every turn and on every rank."""
+    def _plan(self, way: StepWay) -> Plan | None:
+        """Return the plan that rank 0 makes for `way`, the same in every turn; None if nobody plans it."""
+        if way.kind != "planned":
+            return None
         if way.name in self.plans:
             return self.plans[way.name]
-        assert self._network.link is not None
-        measured = self._workload.measured(
-            link=self._network.link,
-            codec_costs=self.codec_costs,
-            compute_s=sum(self._workload.backward_s),
-        )
-        return joint_plan(measured, self._workload.num_ranks)
+        found = [self._made_plan(way.planner).to_json() if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(found, src=0)
+        return Plan.from_json(found[0])
+
+    def _made_plan(self, planner: str) -> Plan:
+        workload, link = self._workload, self._network.link
+        assert link is not None
+        measured = workload.measured(link=link, codec_costs=self.codec_costs, compute_s=sum(workload.backward_s))
+        if planner == "cgx":
+            named = zip(workload.layers, self._gradients, strict=True)
+            large = {layer.name: gradient.flatten() for layer, gradient in named if not layer.is_small}
+            measured = replace(measured, layer_errors=measure_errors([large], WIDTHS))
+        return plan_of(planner, measured, divisor=workload.divisor)
 
 
 def _measure(job: dict[str, Any]) -> None:
@@ -181,7 +188,7 @@ def _measure(job: dict[str, Any]) -> None:
 
 def _turn(runner: _Runner, num_steps: int) -> tuple[list[float], list[PhaseSpan]]:
     """Return the slowest rank's seconds of each counted step, and the spans of all ranks in the last one."""
-    for _ in range(_WARM_UP_STEPS):
+    for _ in range(math.ceil(_WARM_UP_STEPS / runner.way.period)):
         runner.step()
     runner.check()
     own_s = torch.zeros(num_steps, dtype=torch.float64)
@@ -198,7 +205,8 @@ def _codec_costs(ways: Sequence[StepWay]) -> dict[str, CodecCost]:
 
     Ranks encode at the same time in a step too, and may have to share the processor's cores.
     """
-    specs = {str(CodecSpec.parse(codec)) for codec in (*(way.codec for way in ways), *GAINS)} - {"none"}
+    own = [way.codec for way in ways if way.has_engine]
+    specs = {str(CodecSpec.parse(codec)) for codec in (*own, *GAINS, *STRICT_GAINS)} - {"none"}
     found: list[Any] = [{}]
     for spec in sorted(specs):
         dist.barrier()

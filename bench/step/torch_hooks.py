@@ -8,10 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.step.cases import POWERSGD_RANK, Kind
+from bench.step.cases import Kind
+from cgx_ray.plan import CodecSpec
 
 # Steps that are sent whole; 2 is the least that torch allows with error feedback.
 _POWERSGD_FIRST_STEP = 2
@@ -22,19 +24,28 @@ def _bf16_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torc
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
-def register_hook(model: DistributedDataParallel, kind: Kind) -> None:
-    """Average the gradients of `model` by a hook of torch; "noop" leaves them as they are."""
+def register_hook(model: DistributedDataParallel, kind: Kind, codec: str = "none") -> None:
+    """Average the gradients of `model` by a hook of torch; "noop" and "local_sgd" leave them as they are.
+
+    codec  of "powersgd_hook": has its rank
+    """
     hooks: dict[str, Callable[..., Any]] = {
         "noop": debugging_hooks.noop_hook,
         "fp16_hook": default_hooks.fp16_compress_hook,
         "bf16_hook": _bf16_hook,
         "powersgd_hook": powersgd.powerSGD_hook,
+        "local_sgd": local_sgd.post_localSGD_hook,
     }
-    state = None
+    state: Any = None
     if kind == "powersgd_hook":
         state = powersgd.PowerSGDState(
             process_group=None,
-            matrix_approximation_rank=POWERSGD_RANK,
+            matrix_approximation_rank=CodecSpec.parse(codec).rank,
             start_powerSGD_iter=_POWERSGD_FIRST_STEP,
+        )
+    elif kind == "local_sgd":
+        # One rank per node: so its sums inside nodes, which it makes on GPUs only, would be of one rank.
+        state = local_sgd.PostLocalSGDState(
+            process_group=None, subgroup=None, start_localSGD_iter=0, post_local_gradient_allreduce=False
         )
     model.register_comm_hook(state, hooks[kind])

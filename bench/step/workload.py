@@ -10,19 +10,16 @@ from pathlib import Path
 
 import psutil
 
-from bench.step.cases import POWERSGD_RANK, StepWay
+from bench.step.cases import StepWay
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import NONE, CodecSpec, Layer, Plan, Scheme
+from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme
 from cgx_ray.planner import models
-from cgx_ray.planner.candidates import CodecCost, codec_options
+from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.cost import Link, Network, terms
-from cgx_ray.planner.joint import best_plan
 from cgx_ray.planner.prediction import Measured, groups_of, predict
 from cgx_ray.planner.scenario import TYPICAL_GAINS
 from cgx_ray.untrusted import read_table
 
-# The default of `CGXConfig` and of `cgx-ray plan`.
-MIN_GAIN = 0.8
 _MB = 1 << 20
 GAINS = {str(CodecSpec.parse(codec)): gain for codec, gain in TYPICAL_GAINS.items()}
 # Copies of the gradients on a rank: the fixed ones, DDP's buckets, groups, the memory of codecs; measured.
@@ -40,27 +37,41 @@ class Workload:
     layers      in registration order, with names that torch allows
     shapes      of `layers`
     backward_s  of each layer, in the order of backward, the reverse of `layers`
+    divisor     layers have so many times fewer elements than the model's; DDP's buckets are as much smaller
     """
 
     layers: tuple[Layer, ...]
     shapes: tuple[tuple[int, ...], ...]
     backward_s: tuple[float, ...]
     num_ranks: int
+    divisor: float = 1.0
 
     @classmethod
-    def load(cls, model: str, *, backward_s: float, num_ranks: int) -> Workload:
-        """Read a model file; its layers share `backward_s` as their multiply-adds or measured times do."""
+    def load(cls, model: str, *, backward_s: float, num_ranks: int, divisor: float = 1.0) -> Workload:
+        """Read a model file; its layers share `backward_s` as their multiply-adds or measured times do.
+
+        With a `divisor` of more than 1, tensors of any rank become matrices.
+        """
         description = models.load_model(model)
         if odd := [layer for layer in description.layers if layer.dtype != "float32"]:
             raise ConfigError(
                 f"layer {odd[0].name!r} of model {model} is {odd[0].dtype}; give a model of float32 layers"
             )
+        # Torch allows no dots in the names of one module's parameters.
+        layers = [replace(layer, name=layer.name.replace(".", "/")) for layer in description.layers]
+        shapes = _shapes_of(model)
+        if divisor > 1:
+            shapes = tuple(_divided(shape, divisor) for shape in shapes)
+            layers = [
+                replace(layer, numel=math.prod(shape), num_rows=shape[0] if layer.num_rows is not None else None)
+                for layer, shape in zip(layers, shapes, strict=True)
+            ]
         return cls(
-            # Torch allows no dots in the names of one module's parameters.
-            layers=tuple(replace(layer, name=layer.name.replace(".", "/")) for layer in description.layers),
-            shapes=_shapes_of(model),
+            layers=tuple(layers),
+            shapes=shapes,
             backward_s=description.backward_s(backward_s),
             num_ranks=num_ranks,
+            divisor=divisor,
         )
 
     @property
@@ -76,7 +87,13 @@ class Workload:
                 "free; give a smaller model or fewer ranks"
             )
 
-    def bucket_backward_s(self, bucket_cap_mb: int | None) -> tuple[float, ...]:
+    def bucket_cap_mb(self, way: StepWay) -> float | None:
+        """Return DDP's argument. With a divisor, the first bucket is as large as the others: so it is for all sizes."""
+        if self.divisor == 1:
+            return way.bucket_cap_mb
+        return (way.bucket_cap_mb or _BUCKET_BYTES / _MB) / self.divisor
+
+    def bucket_backward_s(self, bucket_cap_mb: float | None) -> tuple[float, ...]:
         """Return `backward_s` with all of a bucket's time at its first layer: DDP hands its layers over together.
 
         Buckets as DDP makes them after the first step, in the order of backward. A bucket ends with the layer that
@@ -92,7 +109,7 @@ class Workload:
                 cap = _BUCKET_BYTES if bucket_cap_mb is None else cap
         return tuple(seconds)
 
-    def first_ready_s(self, bucket_cap_mb: int | None, plan: Plan | None = None) -> float:
+    def first_ready_s(self, bucket_cap_mb: float | None, plan: Plan | None = None) -> float:
         """Return when the first bucket is ready; with a plan, the first group, whose layers do not wait for buckets."""
         if plan is None:
             return self.bucket_backward_s(bucket_cap_mb)[0]
@@ -117,14 +134,20 @@ class Workload:
                     for group in groups_of(plan, self.layers)
                 )
             )
-        summed = {
-            "noop": 0.0,
-            "ddp": self.dense_bytes,
-            "fp16_hook": self.dense_bytes / 2,
-            "bf16_hook": self.dense_bytes / 2,
-            "powersgd_hook": sum(map(_powersgd_bytes, self.shapes)),
-        }[way.kind]
-        return terms(Scheme.DENSE, self.num_ranks, summed, summed)[1]
+        scheme, num_bytes = Scheme.DENSE, float(self.dense_bytes)
+        match way.kind:
+            case "noop":
+                num_bytes = 0.0
+            case "fp16_hook" | "bf16_hook":
+                num_bytes /= 2
+            case "powersgd_hook":
+                rank = CodecSpec.parse(way.codec).rank
+                assert rank is not None
+                num_bytes = sum(_powersgd_bytes(shape, rank) for shape in self.shapes)
+            case "grace":
+                codec = CodecSpec.parse(way.codec)
+                scheme, num_bytes = Scheme.ALLGATHER, sum(codec.payload_bytes(layer.numel) for layer in self.layers)
+        return terms(scheme, self.num_ranks, num_bytes, num_bytes)[1] / way.period
 
     def limit_s(self, way: StepWay, *, noop_s: float, link: Link, plan: Plan | None = None) -> float:
         """Return a lower bound of a step: no exchange at all, or the network busy from the first group to the end.
@@ -132,9 +155,9 @@ class Workload:
         noop_s  measured, with the same buckets
         """
         num_bytes = self.link_bytes(way, plan)
-        if plan is not None and plan.period > 1:
-            return noop_s + link.seconds(1 / plan.period, num_bytes)
-        return max(noop_s, self.first_ready_s(way.bucket_cap_mb, plan) + link.seconds(1, num_bytes))
+        if way.sends_after_backward:
+            return noop_s + link.seconds(1 / way.period, num_bytes)
+        return max(noop_s, self.first_ready_s(self.bucket_cap_mb(way), plan) + link.seconds(1, num_bytes))
 
     def measured(self, *, link: Link, codec_costs: Mapping[str, CodecCost], compute_s: float) -> Measured:
         """Return the input of the planner.
@@ -142,6 +165,8 @@ class Workload:
         compute_s  seconds of a step without exchange; what they are more than backward is added to its first layer
         """
         first, *others = self.backward_s
+        # Other bits and densities take about as long, such as those of layers under "cgx".
+        codec_costs = {CodecSpec.parse(codec).name: cost for codec, cost in codec_costs.items()} | dict(codec_costs)
         return Measured(
             layers=self.layers,
             backward_s=(first + max(0.0, compute_s - sum(self.backward_s)), *others),
@@ -149,12 +174,6 @@ class Workload:
             codec_costs=codec_costs,
             gain=GAINS,
         )
-
-
-def joint_plan(measured: Measured, num_ranks: int) -> Plan:
-    """Return the planner's best plan over all schemes and over the codecs that `cgx-ray plan` considers."""
-    answer = best_plan(measured, codec_options((NONE, *map(CodecSpec.parse, GAINS))), min_gain=MIN_GAIN)
-    return answer.best.plan(version=0, world_size=num_ranks)
 
 
 def predicted_s(measured: Measured, plan: Plan) -> float:
@@ -168,10 +187,19 @@ def _shapes_of(model: str) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(map(int, row["shape"].split("x"))) for row in read_table(path))
 
 
-def _powersgd_bytes(shape: tuple[int, ...]) -> int:
+def _divided(shape: tuple[int, ...], divisor: float) -> tuple[int, ...]:
+    """Return a shape with as many times fewer elements, as nearly as whole numbers allow: of a matrix, both sides."""
+    numel = max(1, round(math.prod(shape) / divisor))
+    if len(shape) == 1:
+        return (numel,)
+    rows = min(max(1, round(shape[0] / math.sqrt(divisor))), numel)
+    return rows, max(1, round(numel / rows))
+
+
+def _powersgd_bytes(shape: tuple[int, ...], rank: int) -> int:
     """Return the bytes that torch's PowerSGD hook sums for one layer: two factors, or all if it is small."""
     numel = math.prod(shape)
     rows, columns = shape[0], numel // shape[0]
-    rank = min(rows, columns, POWERSGD_RANK)
+    rank = min(rows, columns, rank)
     factors = (rows + columns) * rank
     return 4 * (factors if factors * _POWERSGD_MIN_RATE < numel else numel)

@@ -25,8 +25,9 @@ from bench.step.cases import (
     quick_options,
 )
 from bench.step.measure import StepRecord, StepTiming, rows_of, timings_of
+from bench.step.plans import plan_of
 from bench.step.sleeping_model import SHORTEST_SLEEP_S, BackwardClock, SleepingModel, fixed_gradients
-from bench.step.workload import Workload, joint_plan, predicted_s
+from bench.step.workload import Workload, predicted_s
 from cgx_ray.engine.chrome_trace import PhaseSpan, chrome_trace
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab
@@ -174,7 +175,7 @@ def test_the_planner_gets_the_time_without_exchange_and_plans_less_than_dense():
     costs = {codec: FREE for codec in ("bf16", "qsgd", "topk")}
     measured = layers.measured(link=LINK, codec_costs=costs, compute_s=0.03)
     assert measured.backward_s == pytest.approx((0.02, 0.01))
-    plan = joint_plan(measured, 4)
+    plan = plan_of("typical", measured)
     dense = make_plan(layers.layers, version=0, world_size=4)
     assert predicted_s(measured, plan) < predicted_s(measured, dense)
 
