@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.adapt.cases import COST, AdaptCase
+from bench.adapt.cases import AdaptCase
 from bench.adapt.simulate import SimulatedRun
 from bench.shared.simulated_cluster import SimulatedCluster
 from cgx_ray.control.gains.known_losses import lost_share
@@ -125,15 +125,16 @@ def compare_papers(case: AdaptCase, seed: int = 0) -> list[PolicyRun]:
 
 
 def _run(name: str, policy: Policy, case: AdaptCase, seed: int) -> PolicyRun:
-    costs = case.costs | {"topk": COST}
-    cluster = SimulatedCluster(case.model, costs, case.gain, case.errors(seed), seed, layer_errors(case.model.layers))
+    cluster = SimulatedCluster(
+        case.model, case.costs, case.gain, case.errors(seed), seed, layer_errors(case.model.layers)
+    )
     with tempfile.TemporaryDirectory() as folder:
         loop = ControlLoop(policy, Journal(Path(folder) / "decisions.jsonl"))
         loop.register(
             Registration(
                 layers=tuple(case.model.layers),
                 first_plan=make_plan(case.model.layers, version=0, world_size=4),
-                codec_costs=costs,
+                codec_costs=case.costs,
             )
         )
         run = SimulatedRun(loop=loop, cluster=cluster, schedule=case.schedule)

@@ -20,7 +20,6 @@ from cgx_ray.codecs.codec import HOST, PayloadRow
 from cgx_ray.codecs.gain import squared_error
 from cgx_ray.control.history import Registration
 from cgx_ray.control.policies.adaptive import Adaptive
-from cgx_ray.control.policies.paper_policies import Flexible
 from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme, options_of
 from cgx_ray.planner.bits import QSGD, LayerErrors
 from cgx_ray.planner.candidates import CodecCost, host_name
@@ -113,14 +112,8 @@ def calibrate(
 
 
 def measure_codecs(settings: Settings, device: torch.device) -> dict[str, CodecCost]:
-    """Return the time of every codec of `Settings.timed_codecs` on `device`, which holds the gradients, by its text.
-
-    `Flexible` may choose other densities of top-k, so one of them stands for all, by name.
-    """
-    costs = {str(codec): measure_codec(codec, device=device) for codec in settings.timed_codecs()}
-    if isinstance(settings.policy, Flexible):
-        costs["topk"] = costs[str(settings.policy.timed_codecs[-1])]
-    return costs
+    """Return the time of every codec of `Settings.timed_codecs` on `device`, which holds the gradients, by its text."""
+    return {str(codec): measure_codec(codec, device=device) for codec in settings.timed_codecs()}
 
 
 def measure_offload(settings: Settings, device: torch.device) -> tuple[dict[str, CodecCost], Link | None]:

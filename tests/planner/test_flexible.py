@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import CodecSpec, Scheme
-from cgx_ray.planner.candidates import CodecCost
+from cgx_ray.plan import CodecSpec, Layer, Scheme
+from cgx_ray.planner.candidates import CodecCost, codec_cost_of
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.papers.flexible import (
     CANDIDATE_DENSITIES,
     Trial,
+    choose,
     density_grid,
     front,
     interpolate_gain,
@@ -22,6 +23,7 @@ from cgx_ray.planner.papers.flexible import (
     nsga2,
     predict,
 )
+from cgx_ray.planner.prediction import Measured
 
 COST = CodecCost(encode_a_s=1e-5, encode_b_s_per_element=2e-9, decode_a_s=1e-5, decode_b_s_per_element=1e-10)
 
@@ -35,7 +37,7 @@ def trial(codec_s: float, exchange_s: float, gain: float) -> Trial:
 def trial_by_density(bandwidth_gbps: float, latency_ms: float) -> Callable[[float], Trial]:
     """Predict three groups of 2^20 elements among 8 workers."""
     network = Network.flat(8, Link.from_rates(bandwidth_gbps=bandwidth_gbps, latency_ms=latency_ms))
-    return predict(network, COST, (1 << 20,) * 3, gain_of)
+    return predict(network, lambda option: COST, (1 << 20,) * 3, gain_of)
 
 
 def gain_of(density: float) -> float:
@@ -88,6 +90,33 @@ def test_prediction_takes_the_collective_with_the_least_cost() -> None:
     assert trial_by_density(0.1, 0.1)(0.1).scheme is not Scheme.ALLGATHER
     slow = [trial_by_density(0.1, 0.1)(density).exchange_s for density in CANDIDATE_DENSITIES]
     assert slow == sorted(slow, reverse=True)
+
+
+def measured(costs: Mapping[str, CodecCost], network: Network) -> Measured:
+    """Return measurements of one layer that is worth compressing."""
+    return Measured(
+        layers=(Layer(name="w", numel=1 << 20, ndim=2),),
+        backward_s=(0.1,),
+        network=network,
+        codec_costs=costs,
+        gain={},
+        gain_curve={density: gain_of(density) for density in reversed(CANDIDATE_DENSITIES)},
+    )
+
+
+def test_each_density_has_the_codec_time_that_was_measured_with_it() -> None:
+    """Also if a layer rule has the default density, whose text is that of the codec without parameters."""
+    network = Network.flat(8, Link.from_rates(bandwidth_gbps=1, latency_ms=1))
+    factors = {density: 1 + 100 * density for density in CANDIDATE_DENSITIES}
+    costs = {str(CodecSpec(name="topk", density=density)): COST.slowed(factor) for density, factor in factors.items()}
+    known = measured(costs | {str(CodecSpec(name="topk")): COST.slowed(1e3)}, network)
+    for density, factor in factors.items():
+        found = choose(known, densities=(density,))
+        alone = predict(network, lambda option: COST, (1 << 20,), gain_of, [found.scheme])(density)
+        assert found.codec_s == pytest.approx(factor * alone.codec_s)
+    between = codec_cost_of(costs, CodecSpec(name="topk", density=math.sqrt(0.1 * 0.033)))
+    assert between.encode_a_s == pytest.approx(COST.encode_a_s * (factors[0.1] + factors[0.033]) / 2)
+    assert codec_cost_of(costs, CodecSpec(name="topk", density=1.0)) == costs["topk:density=0.1"]
 
 
 def test_gain_between_four_densities_a_decade_is_as_exact_as_straight_lines_are() -> None:

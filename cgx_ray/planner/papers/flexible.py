@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Option, Scheme
-from cgx_ray.planner.candidates import CodecCost, codec_cost_of
+from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.cost import Link, Network, check_exchange
 from cgx_ray.planner.legs import legs
 from cgx_ray.planner.papers.groups import uniform_groups
@@ -77,16 +77,16 @@ class Trial:
 
 def predict(
     network: Network,
-    codec_cost: CodecCost,
+    cost_of: Callable[[Option], CodecCost],
     numels: Sequence[int],
     gain: Callable[[float], float],
     schemes: Sequence[Scheme] = SCHEMES,
 ) -> Callable[[float], Trial]:
     """Return a function from density to the trial of top-k over the scheme with the fastest exchange (equation 5c).
 
-    codec_cost  of top-k, the same for all densities
-    numels      elements of each compressed group, float32
-    gain        by density, for example `interpolate_gain` of a gain curve
+    cost_of  codec times, such as `Measured.cost_of`
+    numels   elements of each compressed group, float32
+    gain     by density, for example `interpolate_gain` of a gain curve
     """
 
     def trial(density: float) -> Trial:
@@ -94,6 +94,7 @@ def predict(
         exchanges_s, codecs_s = {}, {}
         for scheme in schemes:
             option = Option(codec=codec, scheme=scheme)
+            codec_cost = cost_of(option)
             parts = [leg for numel in numels for leg in legs(option, network, numel)]
             exchanges_s[scheme] = math.fsum(leg.link.seconds(leg.hops, leg.num_bytes) for leg in parts)
             codecs_s[scheme] = math.fsum(leg.encode_s(codec_cost) + leg.decode_s(codec_cost) for leg in parts)
@@ -273,11 +274,11 @@ def choose(measured: Measured, method: str = "knee", densities: Sequence[float] 
     gain = interpolate_gain(sorted(curve), [curve[density] for density in sorted(curve)])
     fixed = {name for group in measured.fixed for name in group.layers}
     numels = [layer.numel for layer in measured.layers if not layer.is_small and layer.name not in fixed]
-    network, cost = measured.network, codec_cost_of(measured.codec_costs, CodecSpec(name="topk"))
+    network = measured.network
 
     def trial(density: float) -> Trial:
         scheme = collective(network.num_workers, 4 * density * sum(numels), network.between)
-        return predict(network, cost, [sum(numels)], gain, [scheme])(density)
+        return predict(network, measured.cost_of, [sum(numels)], gain, [scheme])(density)
 
     if method == "nsga2":
         return knee(nsga2(trial, min(densities), max(densities)))
