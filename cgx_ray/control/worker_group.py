@@ -82,7 +82,8 @@ class WorkerGroupState:
         self.pending: PendingOutcome | None = None
         self.bans, self.counts = Bans(), DecisionCounts()
         self.network, self.links = KnownNetwork(), RecentLinks()
-        self.gains = KnownGains(plan, gain_ratios, learned.measured.gain if learned is not None else {})
+        known = learned.measured.gain if learned is not None else {}
+        self.gains = KnownGains(plan, gain_ratios, known, is_cautious=policy.is_guarded)
         self.losses = KnownLosses(self.layers, bits_of(option.codec for option in policy.options))
         self._max_error, self._max_period, self._bits = policy.max_error, MAX_PERIOD, bits_by_layer(plan)
         self.loss = LossTrend()
@@ -382,7 +383,6 @@ class WorkerGroupState:
             layer_errors=self.losses.layer_errors if chooses_bits else {},
             squared_errors=self.losses.squared_errors or before,
             error_excess=self.losses.error_excess,
-            gain_curve=self.losses.gain_curve,
             max_period=self.max_period,
         )
 

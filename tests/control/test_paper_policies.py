@@ -17,16 +17,18 @@ from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.paper_policies import Cgx, Flexible, PaperPolicy
 from cgx_ray.errors import ConfigError
-from cgx_ray.monitors.sample import CURVE_DENSITIES, LayerError, node_steps
+from cgx_ray.monitors.sample import LayerError, node_steps
 from cgx_ray.plan import CodecSpec, Plan, Scheme
 from cgx_ray.planner.bits import WIDTHS, BitsProblem, LayerErrors
 from cgx_ray.planner.cost import Link, Network, terms
 from cgx_ray.planner.papers import flexible
 from cgx_ray.planner.papers.cgx import METHODS, layer_bits
+from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.planner.prediction import Measured
 from cgx_ray.session.settings import Settings, make_policy
 
 COSTS = {"qsgd": COST, "topk": COST}
+GAIN = {str(CodecSpec(name="topk", density=density)): density**0.3 for density in CANDIDATE_DENSITIES}
 
 
 def start(folder: Path, policy: PaperPolicy, **rules: Any) -> MeteredTraining:
@@ -34,6 +36,7 @@ def start(folder: Path, policy: PaperPolicy, **rules: Any) -> MeteredTraining:
     loop.register(registration(first_plan=Settings(**rules).first_plan(LAYERS, WORLD, 1 << 40), codec_costs=COSTS))
     run = MeteredTraining(loop)
     run.step = 1
+    run.gain = dict(GAIN)
     run.error = {"embed": 0.02, "head": 0.02}
     return run
 
@@ -183,7 +186,7 @@ def test_flexible_takes_the_knee_and_stays_until_a_trigger_fires(tmp_path: Path)
     num_plans = len(run.loop.plans)
     run.run(60)
     assert len(run.loop.plans) == num_plans
-    run.curve = staticmethod(lambda density: min(1.0, 0.9 + density / 10))  # type: ignore[assignment]
+    run.gain = dict.fromkeys(GAIN, 0.9)
     run.run(120)
     (after,) = {codec for codec in codecs(run.loop.plans[-1]).values() if codec.name != "none"}
     assert after != first
@@ -204,11 +207,12 @@ def test_with_nsga2_the_knee_is_near_that_of_a_fine_grid() -> None:
         backward_s=(0.1,) * 3,
         network=Network.flat(4, Link.from_rates(bandwidth_gbps=0.1, latency_ms=0.1)),
         codec_costs=COSTS,
-        gain={},
-        gain_curve={density: density**0.3 for density in CURVE_DENSITIES},
+        gain=GAIN,
     )
-    found = flexible.choose(measured, "nsga2")
-    coarse = flexible.choose(measured)
+    gain = flexible.known_gain(measured, CANDIDATE_DENSITIES)
+    assert gain is not None
+    found = flexible.choose(measured, gain, "nsga2")
+    coarse = flexible.choose(measured, gain)
     assert found.codec.density is not None
     assert coarse.codec.density is not None
     assert 0.001 <= found.codec.density <= 0.1

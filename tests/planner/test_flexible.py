@@ -5,21 +5,24 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import CodecSpec, Layer, Scheme
+from cgx_ray.plan import CodecSpec, Layer, Option, Scheme
 from cgx_ray.planner.candidates import CodecCost, codec_cost_of
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.papers.flexible import (
     CANDIDATE_DENSITIES,
+    SCHEMES,
     Trial,
     choose,
     density_grid,
     front,
     interpolate_gain,
     knee,
+    known_gain,
     nsga2,
     predict,
 )
@@ -37,12 +40,31 @@ def trial(codec_s: float, exchange_s: float, gain: float) -> Trial:
 def trial_by_density(bandwidth_gbps: float, latency_ms: float) -> Callable[[float], Trial]:
     """Predict three groups of 2^20 elements among 8 workers."""
     network = Network.flat(8, Link.from_rates(bandwidth_gbps=bandwidth_gbps, latency_ms=latency_ms))
-    return predict(network, lambda option: COST, (1 << 20,) * 3, gain_of)
+    return predict(network, lambda option: COST, (1 << 20,) * 3, gain_of_option)
+
+
+def gain_of_option(option: Option) -> float:
+    assert option.codec.density is not None
+    return gain_of(option.codec.density)
 
 
 def gain_of(density: float) -> float:
     """Return the gain of magnitudes with an exponential distribution."""
     return density * (1 - math.log(density) + math.log(density) ** 2 / 2)
+
+
+GAIN = {str(CodecSpec(name="topk", density=density)): gain_of(density) for density in CANDIDATE_DENSITIES}
+
+
+def measured(network: Network, costs: Mapping[str, CodecCost], gain: Mapping[str, float] = GAIN) -> Measured:
+    """Return measurements of one layer that is worth compressing."""
+    return Measured(
+        layers=(Layer(name="w", numel=1 << 20, ndim=2),),
+        backward_s=(0.1,),
+        network=network,
+        codec_costs=costs,
+        gain=gain,
+    )
 
 
 def test_front_equals_brute_force_in_200_cases_with_ties() -> None:
@@ -92,31 +114,36 @@ def test_prediction_takes_the_collective_with_the_least_cost() -> None:
     assert slow == sorted(slow, reverse=True)
 
 
-def measured(costs: Mapping[str, CodecCost], network: Network) -> Measured:
-    """Return measurements of one layer that is worth compressing."""
-    return Measured(
-        layers=(Layer(name="w", numel=1 << 20, ndim=2),),
-        backward_s=(0.1,),
-        network=network,
-        codec_costs=costs,
-        gain={},
-        gain_curve={density: gain_of(density) for density in reversed(CANDIDATE_DENSITIES)},
-    )
-
-
 def test_each_density_has_the_codec_time_that_was_measured_with_it() -> None:
     """Also if a layer rule has the default density, whose text is that of the codec without parameters."""
     network = Network.flat(8, Link.from_rates(bandwidth_gbps=1, latency_ms=1))
     factors = {density: 1 + 100 * density for density in CANDIDATE_DENSITIES}
     costs = {str(CodecSpec(name="topk", density=density)): COST.slowed(factor) for density, factor in factors.items()}
-    known = measured(costs | {str(CodecSpec(name="topk")): COST.slowed(1e3)}, network)
+    known = measured(network, costs | {str(CodecSpec(name="topk")): COST.slowed(1e3)})
     for density, factor in factors.items():
-        found = choose(known, densities=(density,))
-        alone = predict(network, lambda option: COST, (1 << 20,), gain_of, [found.scheme])(density)
+        found = choose(known, gain_of_option, densities=(density,))
+        alone = predict(network, lambda option: COST, (1 << 20,), gain_of_option, [found.scheme])(density)
         assert found.codec_s == pytest.approx(factor * alone.codec_s)
     between = codec_cost_of(costs, CodecSpec(name="topk", density=math.sqrt(0.1 * 0.033)))
     assert between.encode_a_s == pytest.approx(COST.encode_a_s * (factors[0.1] + factors[0.033]) / 2)
     assert codec_cost_of(costs, CodecSpec(name="topk", density=1.0)) == costs["topk:density=0.1"]
+
+
+def test_artopk_is_scored_by_its_gain_at_the_indices_of_another_rank() -> None:
+    foreign = {f"{codec} over {scheme}": 0.2 * gain for codec, gain in GAIN.items() for scheme in SCHEMES[1:]}
+    network = Network.flat(8, Link.from_rates(bandwidth_gbps=0.1, latency_ms=0.1))
+    gain = known_gain(measured(network, {}, {**GAIN, **foreign}), CANDIDATE_DENSITIES)
+    assert gain is not None
+    found = choose(measured(network, {"topk": COST}), gain)
+    assert found.scheme is not Scheme.ALLGATHER
+    assert found.codec.density is not None
+    assert found.gain == pytest.approx(0.2 * gain_of(found.codec.density))
+    between = Option(codec=CodecSpec(name="topk", density=0.05), scheme=Scheme.ALLGATHER)
+    assert gain(between) == pytest.approx(gain_of(0.05), rel=0.05)
+    assert gain(replace(between, scheme=Scheme.ARTOPK_TREE)) == pytest.approx(0.2 * gain(between))
+    del foreign["topk:density=0.1 over artopk_ring"]
+    unknown = {name: one for name, one in GAIN.items() if name != "topk:density=0.1"}
+    assert known_gain(measured(network, {}, {**unknown, **foreign}), CANDIDATE_DENSITIES) is None
 
 
 def test_gain_between_four_densities_a_decade_is_as_exact_as_straight_lines_are() -> None:

@@ -1,4 +1,4 @@
-"""Errors of each layer by number of bits, and the gain curve of top-k: inputs of plans and of the papers' policies.
+"""Errors of each layer by number of bits: inputs of plans and of policy "cgx".
 
 Rounding to 2^b - 1 equal steps loses energy as 1 / (2^b - 1)^2; on gradients of byte-GPT that holds within 9 %. So each
 layer has one level, the lost share times (2^b - 1)^2, and a ratio to it for each number of bits. Ranks measure one
@@ -17,12 +17,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from cgx_ray.control.joined_steps import JoinedStep
-from cgx_ray.monitors.sample import CURVE_DENSITIES
 from cgx_ray.plan import Layer
 from cgx_ray.planner.bits import QSGD, STATIC_BITS, WIDTHS, LayerErrors
 
 # Weights of the newest measurement. A layer's error is measured within some 5 %, and changes within some tens of steps:
-# smaller weights cost more than they save. A gain curve is of one sample, and excesses are noisy.
+# smaller weights cost more than they save. Excesses are noisy.
 NEWEST_ERROR, NEWEST = 0.8, 0.5
 # Least ratio of a measured error to the expected one: a layer that loses nothing with some bits has no smaller level.
 LEAST_RATIO = 1e-6
@@ -46,14 +45,10 @@ class KnownLosses:
         # By layer; the ratios by layer and bits.
         self._level: dict[str, float] = {}
         self._ratio: dict[str, dict[int, float]] = {}
-        self._curve: tuple[float, ...] = ()
         self._excess = 1.0
 
     def add_step(self, step: JoinedStep, bits: Mapping[str, int] = MappingProxyType({})) -> None:
         """Add what a step measured, if it did. `bits`: of the layers that were encoded with qsgd."""
-        if step.gain_curve and all(0 < gain < math.inf for gain in step.gain_curve):
-            curve = self._curve or step.gain_curve
-            self._curve = tuple(_mean(*pair, NEWEST) for pair in zip(curve, step.gain_curve, strict=True))
         if step.error_bits is None:
             return
         expected, newest = self._unit_errors(), {}
@@ -86,11 +81,6 @@ class KnownLosses:
         if square is None or math.sqrt(square) <= allowed * (1 + MAX_EXCESS):
             return None
         return f"the error of the bits is {math.sqrt(square):.2f} times that of 4 bits, allowed {allowed:g}"
-
-    @property
-    def gain_curve(self) -> dict[float, float]:
-        """Gain of top-k by density; empty before it is measured."""
-        return dict(zip(CURVE_DENSITIES, self._curve, strict=True)) if self._curve else {}
 
     @property
     def gain(self) -> dict[str, float]:

@@ -5,8 +5,7 @@ so the answer is a point of the front, the trials that no other beats in all thr
 
 1. Trials of the densities 0.1, 0.033, 0.011, 0.004 and 0.001, measured (`Attachment.explore`) or predicted (`predict`),
    or of a grid of 12 per decade (`density_grid`), fine enough that the front is exact. `nsga2` searches any density.
-   The gain of every density comes from one histogram of magnitudes of the error-fed gradient, so predicting takes no
-   training step. The paper measures: 10 steps per candidate from one checkpoint, as `Attachment.explore` does.
+   The paper measures: 10 steps per candidate from one checkpoint, as `Attachment.explore` does.
 2. `front` keeps the trials that no other beats.
 3. `knee` takes the trial nearest to the best of all objectives, each scaled to [0, 1] over the front. The paper takes
    "the knee-point" and does not define it.
@@ -14,9 +13,9 @@ so the answer is a point of the front, the trials that no other beats in all thr
 Collective (section 3-D): costs as the paper models them, and the limits of alpha / beta at which one collective
 overtakes another (equations 5a to 5c). `scheme_costs` has the costs of our schemes.
 
-Run time (`FlexibleLoop`): density and collective are chosen again when the gain of the density in use has changed by
-10 %, or alpha or beta by 25 %. Departure: gains come from the curve of the last measured gradients and times are
-predicted, so nothing is trained and undone.
+Run time (`FlexibleLoop`): density and collective are chosen again when the gain in use has changed by 10 %, or alpha or
+beta by 25 %. Departure: gains are those that ranks measure (`known_gain`), and times are predicted, so nothing is
+trained and undone.
 """
 
 from __future__ import annotations
@@ -79,14 +78,14 @@ def predict(
     network: Network,
     cost_of: Callable[[Option], CodecCost],
     numels: Sequence[int],
-    gain: Callable[[float], float],
+    gain: Callable[[Option], float],
     schemes: Sequence[Scheme] = SCHEMES,
 ) -> Callable[[float], Trial]:
     """Return a function from density to the trial of top-k over the scheme with the fastest exchange (equation 5c).
 
     cost_of  codec times, such as `Measured.cost_of`
     numels   elements of each compressed group, float32
-    gain     by density, for example `interpolate_gain` of a gain curve
+    gain     by option, such as `known_gain`
     """
 
     def trial(density: float) -> Trial:
@@ -99,19 +98,20 @@ def predict(
             exchanges_s[scheme] = math.fsum(leg.link.seconds(leg.hops, leg.num_bytes) for leg in parts)
             codecs_s[scheme] = math.fsum(leg.encode_s(codec_cost) + leg.decode_s(codec_cost) for leg in parts)
         fastest = min(schemes, key=lambda scheme: exchanges_s[scheme])
+        option = Option(codec=codec, scheme=fastest)
         return Trial(
             codec=codec,
             scheme=fastest,
             codec_s=codecs_s[fastest],
             exchange_s=exchanges_s[fastest],
-            gain=gain(density),
+            gain=gain(option),
         )
 
     return trial
 
 
 def interpolate_gain(densities: Sequence[float], gains: Sequence[float]) -> Callable[[float], float]:
-    """Return the gain at any density, from points such as `StepSample.gain_curve`, linear in logarithms.
+    """Return the gain at any density, from points at rising densities, linear in logarithms.
 
     Below the first density the gain falls in proportion to the density, the least that top-k can keep.
     """
@@ -125,6 +125,29 @@ def interpolate_gain(densities: Sequence[float], gains: Sequence[float]) -> Call
         if density < density_D[0]:
             return float(gain_D[0] * density / density_D[0])
         return float(np.exp(np.interp(math.log(density), np.log(density_D), np.log(gain_D))))
+
+    return gain
+
+
+def known_gain(measured: Measured, densities: Sequence[float]) -> Callable[[Option], float] | None:
+    """Return the gain of top-k over any of SCHEMES, known from those at `densities`; None if one of these is unknown.
+
+    That over AR-Topk is the gain at the indices of another rank, which is far less than at a rank's own: as every
+    policy's, it is predicted for the time when error feedback has settled (`codecs.shadow`), and measured in use.
+    """
+    by_scheme = {}
+    for scheme in SCHEMES:
+        known = {}
+        for density in sorted({*densities}):
+            found = measured.gain_of(Option(codec=CodecSpec(name="topk", density=density), scheme=scheme))
+            if found is None:
+                return None
+            known[density] = found
+        by_scheme[scheme] = interpolate_gain(tuple(known), tuple(known.values()))
+
+    def gain(option: Option) -> float:
+        assert option.codec.density is not None
+        return measured.gain_of(option) or by_scheme[option.scheme](option.codec.density)
 
     return gain
 
@@ -265,13 +288,18 @@ def collective(num_workers: int, value_bytes: float, link: Link) -> Scheme:
     return Scheme.ALLGATHER
 
 
-def choose(measured: Measured, method: str = "knee", densities: Sequence[float] = CANDIDATE_DENSITIES) -> Trial:
+def choose(
+    measured: Measured,
+    gain: Callable[[Option], float],
+    method: str = "knee",
+    densities: Sequence[float] = CANDIDATE_DENSITIES,
+) -> Trial:
     """Return the knee over `densities`, or with "nsga2" over all between, each over the collective of equations 5.
 
-    Needs `measured.gain_curve`. Raises ConfigError for "nsga2" without pymoo.
+    gain  as from `known_gain`
+
+    Raises ConfigError for "nsga2" without pymoo.
     """
-    curve = measured.gain_curve
-    gain = interpolate_gain(sorted(curve), [curve[density] for density in sorted(curve)])
     fixed = {name for group in measured.fixed for name in group.layers}
     numels = [layer.numel for layer in measured.layers if not layer.is_small and layer.name not in fixed]
     network = measured.network
@@ -291,24 +319,23 @@ class FlexibleLoop:
     def __init__(self, method: str = "knee", densities: Sequence[float] = CANDIDATE_DENSITIES) -> None:
         self._method, self._densities = method, tuple(densities)
         self._chosen: Trial | None = None
-        self._decided: Measured | None = None
+        # That it was chosen for.
+        self._link: Link | None = None
 
     def groups(self, measured: Measured) -> tuple[PlannedGroup, ...] | None:
-        """Return the plan, None before the gain curve is known."""
-        if not measured.gain_curve:
+        """Return the plan, None before the gains of all densities are known."""
+        gain = known_gain(measured, self._densities)
+        if gain is None:
             return None
-        if self._chosen is None or self._decided is None or self._trigger(self._chosen, self._decided, measured):
-            self._chosen, self._decided = choose(measured, self._method, self._densities), measured
+        if self._chosen is None or self._is_other(self._chosen, measured.network.between, gain):
+            self._chosen = choose(measured, gain, self._method, self._densities)
+            self._link = measured.network.between
         return uniform_groups(measured, self._chosen.codec, self._chosen.scheme)
 
-    @staticmethod
-    def _trigger(chosen: Trial, before: Measured, now: Measured) -> bool:
-        assert chosen.codec.density is not None
-        was, is_now = (
-            interpolate_gain(tuple(one.gain_curve), tuple(one.gain_curve.values()))(chosen.codec.density)
-            for one in (before, now)
-        )
-        old, new = before.network.between, now.network.between
-        alpha, beta = new.alpha_s / old.alpha_s, new.beta_s_per_byte / old.beta_s_per_byte
+    def _is_other(self, chosen: Trial, link: Link, gain: Callable[[Option], float]) -> bool:
+        """Return whether a trigger fires: another gain of the option in use, or another link."""
+        assert self._link is not None
+        alpha, beta = link.alpha_s / self._link.alpha_s, link.beta_s_per_byte / self._link.beta_s_per_byte
         is_same_link = all(1 / (1 + LINK_TRIGGER) < ratio < 1 + LINK_TRIGGER for ratio in (alpha, beta))
-        return abs(is_now / was - 1) > GAIN_TRIGGER or not is_same_link
+        is_now = gain(Option(codec=chosen.codec, scheme=chosen.scheme))
+        return abs(is_now / chosen.gain - 1) > GAIN_TRIGGER or not is_same_link
