@@ -81,8 +81,8 @@ class Settings:
                     whole run. "cgx" and "flexible": as these papers decide; they do not promise to be no slower than
                     dense. Or a name that an installed package offers, see `control.policies.named_policies`. The
                     environment variable CGX_POLICY replaces a policy of another kind: "off", "static" or "adaptive"
-    codec, scheme, intra, period, fidelity, candidates, min_gain, review_s, periods, max_loss, method, alpha, densities
-                    arguments of a policy that is given by its name: policy="static", codec="bf16" is Static("bf16").
+    codec, scheme, intra, period, fidelity, candidates, min_gain, review_s, periods, max_loss, method, alpha, densities,
+    prices          arguments of a policy that is given by its name: policy="static", codec="bf16" is Static("bf16").
                     They are not kept: `policy` is the policy that they make
     overrides       layer rules that every plan of every policy keeps: codecs, options, or tuples of codec, scheme and
                     optionally intra, by pattern of layer names as in a shell. The first pattern that matches counts.
@@ -126,6 +126,7 @@ class Settings:
     method: InitVar[str | None] = None
     alpha: InitVar[float | None] = None
     densities: InitVar[Sequence[float] | None] = None
+    prices: InitVar[str | None] = None
     overrides: Mapping[str, Given] | None = None
     exclude: tuple[str, ...] = ()
     group_bytes: int | None = None

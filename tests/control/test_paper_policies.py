@@ -18,9 +18,9 @@ from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.paper_policies import Cgx, Flexible, PaperPolicy
 from cgx_ray.errors import ConfigError
 from cgx_ray.monitors.sample import LayerError, node_steps
-from cgx_ray.plan import CodecSpec, Plan, Scheme
+from cgx_ray.plan import CodecSpec, Plan
 from cgx_ray.planner.bits import WIDTHS, BitsProblem, LayerErrors
-from cgx_ray.planner.cost import Link, Network, terms
+from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.papers import flexible
 from cgx_ray.planner.papers.cgx import METHODS, layer_bits
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
@@ -168,11 +168,7 @@ def journal_reasons(folder: Path) -> list[str]:
 def test_equations_5_choose_the_collective_with_the_least_cost(num_workers: int, ratio: float) -> None:
     link = Link(alpha_s=1e-4, beta_s_per_byte=1e-4 / ratio)
     value_bytes = 1e6
-    costs = {
-        Scheme.ALLGATHER: flexible.allgather_tree_s(num_workers, 2 * value_bytes, link),
-        Scheme.ARTOPK_TREE: flexible.artopk_tree_s(num_workers, 2 * value_bytes, link, value_bytes),
-        Scheme.ARTOPK_RING: link.seconds(*terms(Scheme.ARTOPK_RING, num_workers, 0, 2 * value_bytes, value_bytes)),
-    }
+    costs = {one: flexible.paper_exchange_s(one, num_workers, value_bytes, link) for one in flexible.SCHEMES}
     chosen = flexible.collective(num_workers, value_bytes, link)
     assert costs[chosen] == pytest.approx(min(costs.values()), rel=1e-9)
 
@@ -183,6 +179,7 @@ def test_flexible_takes_the_knee_and_stays_until_a_trigger_fires(tmp_path: Path)
     run.run(60)
     (first,) = {codec for codec in codecs(run.loop.plans[-1]).values() if codec.name != "none"}
     assert first.name == "topk"
+    assert "flexible (knee, priced as it runs) chooses topk" in journal_reasons(tmp_path)[0]
     num_plans = len(run.loop.plans)
     run.run(60)
     assert len(run.loop.plans) == num_plans
@@ -234,6 +231,9 @@ def test_settings_name_the_method_and_make_a_policy_that_ray_can_send() -> None:
         Cgx(alpha=0.5)
     with pytest.raises(ConfigError, match=r"densities \(\) is not allowed; give a tuple"):
         Flexible(densities=())
+    with pytest.raises(ConfigError, match="unknown prices 'low'; known: run, paper"):
+        Settings(policy="flexible", prices="low")
+    assert make_policy(Settings(policy="flexible", prices="paper")) == Flexible(prices="paper")
     assert make_policy(Settings(policy="cgx", review_s=5.0)).review_s == 5.0
     with pytest.raises(ConfigError, match=r"review_s 5.0 is not allowed with policy 'flexible', which takes method"):
         Settings(policy="flexible", review_s=5.0)

@@ -12,18 +12,21 @@ import pytest
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Layer, Option, Scheme
 from cgx_ray.planner.candidates import CodecCost, codec_cost_of
-from cgx_ray.planner.cost import Link, Network
+from cgx_ray.planner.cost import Link, Network, terms
 from cgx_ray.planner.papers.flexible import (
     CANDIDATE_DENSITIES,
+    PRICES,
     SCHEMES,
     Trial,
     choose,
+    collective,
     density_grid,
     front,
     interpolate_gain,
     knee,
     known_gain,
     nsga2,
+    paper_exchange_s,
     predict,
 )
 from cgx_ray.planner.prediction import Measured
@@ -122,7 +125,7 @@ def test_each_density_has_the_codec_time_that_was_measured_with_it() -> None:
     known = measured(network, costs | {str(CodecSpec(name="topk")): COST.slowed(1e3)})
     for density, factor in factors.items():
         found = choose(known, gain_of_option, densities=(density,))
-        alone = predict(network, lambda option: COST, (1 << 20,), gain_of_option, [found.scheme])(density)
+        alone = predict(network, lambda option: COST, (1 << 20,), gain_of_option)(density)
         assert found.codec_s == pytest.approx(factor * alone.codec_s)
     between = codec_cost_of(costs, CodecSpec(name="topk", density=math.sqrt(0.1 * 0.033)))
     assert between.encode_a_s == pytest.approx(COST.encode_a_s * (factors[0.1] + factors[0.033]) / 2)
@@ -144,6 +147,27 @@ def test_artopk_is_scored_by_its_gain_at_the_indices_of_another_rank() -> None:
     del foreign["topk:density=0.1 over artopk_ring"]
     unknown = {name: one for name, one in GAIN.items() if name != "topk:density=0.1"}
     assert known_gain(measured(network, {}, {**unknown, **foreign}), CANDIDATE_DENSITIES) is None
+
+
+def test_exchanges_have_the_price_of_what_runs_or_that_of_the_paper() -> None:
+    """With 8 workers allgather takes one hop here, and three in the paper."""
+    link, numel = Link.from_rates(bandwidth_gbps=1, latency_ms=1), 1 << 20
+    network, num_differing = Network.flat(8, link), 0
+    for density in density_grid():
+        option = Option(codec=CodecSpec(name="topk", density=density), scheme=Scheme.ALLGATHER)
+        wire_bytes, index_bytes = option.codec.payload_bytes(numel), option.codec.index_bytes(numel)
+        runs = {one: link.seconds(*terms(one, 8, 0, wire_bytes, index_bytes)) for one in SCHEMES}
+        ours, paper = (
+            choose(measured(network, {"topk": COST}), gain_of_option, densities=(density,), prices=prices)
+            for prices in PRICES
+        )
+        assert ours.exchange_s == pytest.approx(min(runs.values()))
+        assert ours.exchange_s == pytest.approx(runs[ours.scheme])
+        prices = {one: paper_exchange_s(one, 8, 4 * density * numel, link) for one in SCHEMES}
+        assert paper.exchange_s == pytest.approx(min(prices.values()))
+        assert paper.scheme is collective(8, 4 * density * numel, link)
+        num_differing += ours.scheme is not paper.scheme
+    assert 0 < num_differing < len(density_grid())
 
 
 def test_gain_between_four_densities_a_decade_is_as_exact_as_straight_lines_are() -> None:

@@ -18,7 +18,7 @@ from cgx_ray.plan import CodecSpec
 from cgx_ray.planner.bits import ALPHA, QSGD, WIDTHS
 from cgx_ray.planner.papers.cgx import METHODS as CGX_METHODS
 from cgx_ray.planner.papers.cgx import cgx_groups
-from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES, FlexibleLoop
+from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES, PRICES, FlexibleLoop
 from cgx_ray.planner.papers.flexible import METHODS as FLEXIBLE_METHODS
 from cgx_ray.planner.prediction import Measured, PlannedGroup, predict
 
@@ -96,10 +96,13 @@ class Flexible(PaperPolicy):
 
     method     "knee", or "nsga2", which needs pymoo
     densities  that may be chosen; "nsga2" chooses any from the least to the largest
+    prices     of exchanges: "run" for the costs of the schemes as they run here, "paper" for those that the paper's
+               equations 5a to 5c compare
     """
 
     method: str = "knee"
     densities: Sequence[float] = CANDIDATE_DENSITIES
+    prices: str = "run"
     _loop: FlexibleLoop = field(init=False, repr=False, compare=False)
 
     review_s = TRIGGER_S
@@ -113,7 +116,8 @@ class Flexible(PaperPolicy):
         for density in self.densities:
             CodecSpec(name="topk", density=density)
         object.__setattr__(self, "densities", tuple(self.densities))
-        object.__setattr__(self, "_loop", FlexibleLoop(self.method, self.densities))
+        check_name("prices", self.prices, tuple(PRICES))
+        object.__setattr__(self, "_loop", FlexibleLoop(self.method, self.densities, self.prices))
 
     @property
     def timed_codecs(self) -> Sequence[CodecSpec]:
@@ -121,7 +125,7 @@ class Flexible(PaperPolicy):
 
     @property
     def title(self) -> str:
-        return f"flexible ({self.method})"
+        return f"flexible ({self.method}, {PRICES[self.prices]})"
 
     def groups(self, measured: Measured) -> Groups | None:
         return self._loop.groups(measured)
