@@ -149,13 +149,13 @@ def layer_errors(layers: tuple[Layer, ...]) -> dict[str, LayerError]:
     """Return made-up energies and errors with 4 bits of all large layers; energy is that of its elements on average."""
     chance = random.Random(0)
     lost = 1 - TYPICAL_GAINS[str(QSGD)]
-    return {
-        layer.name: LayerError(
-            layer.numel * math.exp(chance.gauss(0, ERROR_SPREAD)), lost * math.exp(chance.gauss(0, ERROR_SPREAD / 3))
-        )
-        for layer in layers
-        if not layer.is_small
-    }
+    found = {}
+    for layer in layers:
+        if not layer.is_small:
+            energy = math.exp(chance.gauss(0, ERROR_SPREAD))
+            share = lost * math.exp(chance.gauss(0, ERROR_SPREAD / 3))
+            found[layer.name] = LayerError(layer.numel * energy, share, math.sqrt(energy))
+    return found
 
 
 def paper_rows(case: str, runs: list[PolicyRun]) -> list[Row]:

@@ -84,8 +84,9 @@ class WorkerGroupState:
         self.network, self.links = KnownNetwork(), RecentLinks()
         known = learned.measured.gain if learned is not None else {}
         self.gains = KnownGains(plan, gain_ratios, known, is_cautious=policy.is_guarded)
-        self.losses = KnownLosses(self.layers, bits_of(option.codec for option in policy.options))
-        self._max_error, self._max_period, self._bits = policy.max_error, MAX_PERIOD, bits_by_layer(plan)
+        self._codec = policy.codec_by_layer
+        self.losses = KnownLosses(self.layers, bits_of(option.codec for option in policy.options), self._codec)
+        self._max_error, self._max_period, self._bits = policy.max_error, MAX_PERIOD, bits_by_layer(plan, self._codec)
         self.loss = LossTrend()
         self._registration = registration
         self._joiner = StepJoiner(plan.world_size)
@@ -234,7 +235,7 @@ class WorkerGroupState:
         self.steps.start_plan(plan, before, is_measuring=self.measuring is not None)
         self._slow_s = 0.0
         self.gains.start_plan(plan)
-        self._bits = bits_by_layer(plan)
+        self._bits = bits_by_layer(plan, self._codec)
 
     def learn(self, now_s: float) -> None:
         """Learn the errors of the plan in force from its steps so far."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cgx_ray.codecs import Codec, make_codec
 from cgx_ray.codecs.codec import HOST, PayloadRow
-from cgx_ray.codecs.gain import squared_error
+from cgx_ray.codecs.gain import NUM_TOP, norm_of_largest, squared_error
 from cgx_ray.control.history import Registration
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme, options_of
@@ -220,9 +220,11 @@ def measure_errors(
     errors = {}
     for index, name in enumerate(gradients[0]):
         steps = [gradient[name] for gradient in gradients]
+        sum_N = torch.stack(steps).sum(0)
         errors[name] = LayerErrors(
             numel=steps[0].numel(),
             norm=math.sqrt(sum(float(grad_N.double().square().sum()) for grad_N in steps)),
+            top_norm=float(norm_of_largest(sum_N, NUM_TOP)),
             squared_errors={
                 bits: sum(
                     squared_error(make_codec(codec.replace(bits=bits)), grad_N, ops.message_key(0, step, index, 0, 0))

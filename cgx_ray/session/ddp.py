@@ -125,6 +125,7 @@ def _start_engine(
             seed=settings.seed,
             candidates=settings.chosen_policy.gain_codecs,
             by_layer=settings.codecs_by_layer() if transport.rank < MAX_MEASURING else (),
+            sums_layers=settings.chosen_policy.max_error is not None,
             device=device,
             inside=measure_inside(local, device) if local is not None and is_planned_with else None,
             judged_together=loss_scale.judged_together,

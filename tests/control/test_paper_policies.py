@@ -67,6 +67,23 @@ def test_cgx_gives_few_bits_where_errors_are_small_and_chooses_again_every_perio
         assert after["embed"].bits == 2
 
 
+def test_cgx_chooses_among_the_bits_and_with_the_bucket_size_that_it_is_given(tmp_path: Path) -> None:
+    settings = Settings(policy="cgx", method="dp", bits=(5, 2), bucket_size=64)
+    assert settings.chosen_policy == Cgx(method="dp", bits=(2, 5), bucket_size=64)
+    assert list(map(str, settings.codecs_by_layer())) == ["qsgd:bits=2,bucket_size=64", "qsgd:bits=5,bucket_size=64"]
+    run = start(tmp_path, Cgx(method="dp", bits=(2, 5), bucket_size=64))
+    run.error = {"embed": 0.04, "head": 0.0001}
+    run.run(60)
+    chosen = codecs(run.loop.plans[-1])
+    assert {name: str(chosen[name]) for name in run.error} == {
+        "embed": "qsgd:bits=5,bucket_size=64",
+        "head": "qsgd:bits=2,bucket_size=64",
+    }
+    for bits, says in {(2, 3): "4 or more", (): "such as", 4: "such as", (4, 9): "bits 9", ("4",): "bits '4'"}.items():
+        with pytest.raises(ConfigError, match=says):
+            Cgx(bits=bits)  # type: ignore[arg-type]
+
+
 def test_errors_of_bits_that_were_not_measured_yet_follow_from_the_nearest() -> None:
     losses = KnownLosses(LAYERS)
     layer_errors = losses.layer_errors
@@ -95,6 +112,7 @@ def test_bits_keep_the_error_within_alpha_times_that_of_4_bits() -> None:
         f"layer{i}": LayerErrors(
             numel=10_000 * (1 + i % 7),
             norm=1.0 + i % 5,
+            top_norm=1.0 + i % 5,
             squared_errors={bits: (1 + i % 5) ** 2 * lost_share({4: 0.01 * (1 + i % 3)}, bits) for bits in WIDTHS},
         )
         for i in range(30)

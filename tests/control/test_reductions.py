@@ -67,7 +67,7 @@ def _samples(draw: st.DrawFn) -> list[StepSample]:
             kept=draw(st.dictionaries(NAMES, SHARES)),
             gain_curve=draw(st.just(()) | st.tuples(SHARES, SHARES, SHARES)),
             norm=draw(st.none() | POSITIVE),
-            layer_errors=draw(st.dictionaries(NAMES, st.builds(LayerError, POSITIVE, SHARES))),
+            layer_errors=draw(st.dictionaries(NAMES, st.builds(LayerError, POSITIVE, SHARES, POSITIVE))),
             error_bits=draw(st.none() | st.integers(1, 8)),
             loss=draw(st.sampled_from([None, math.nan, math.inf]) | POSITIVE),
             lr=draw(st.none() | POSITIVE),
@@ -115,11 +115,11 @@ def _over_known(name: str, reduce: Callable[[Any], Any]) -> Callable[[Samples], 
     return reduced
 
 
-def _mean_errors(samples: Samples) -> dict[str, tuple[Any, Any]]:
+def _mean_errors(samples: Samples) -> dict[str, tuple[Any, Any, Any]]:
     found = {}
     for name in {name for one in samples for name in one.layer_errors}:
-        energy, lost = np.array([one.layer_errors[name] for one in samples if name in one.layer_errors]).T
-        found[name] = (energy.mean(), (energy * lost).sum() / energy.sum())
+        energy, lost, top = np.array([one.layer_errors[name] for one in samples if name in one.layer_errors]).T
+        found[name] = (energy.mean(), (energy * lost).sum() / energy.sum(), top.mean())
     return found
 
 

@@ -194,7 +194,7 @@ class MeteredTraining(FakeTraining):
             sample,
             error_bits=bits,
             layer_errors={
-                name: LayerError(1.0, lost * lost_share({4: 1.0}, bits) * math.exp(noise.gauss(0, self.scatter)))
+                name: LayerError(1.0, lost * lost_share({4: 1.0}, bits) * math.exp(noise.gauss(0, self.scatter)), 1.0)
                 for name, lost in self.error.items()
             },
         )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 
 from cgx_ray.monitors.sample import InsideLink, StepValues
-from cgx_ray.plan import DENSE, NONE, Layer, Option, Plan
+from cgx_ray.plan import DENSE, NONE, CodecSpec, Layer, Option, Plan
 from cgx_ray.planner.bits import QSGD
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.prediction import Measured, PlannedGroup
@@ -52,15 +52,15 @@ def timed_options(plan: Plan) -> frozenset[Option]:
     return frozenset(group.option for group in plan.groups if group.option.codec != NONE)
 
 
-def bits_by_layer(plan: Plan) -> dict[str, int]:
-    """Return the bits of each layer that uses per-layer qsgd. Fixed groups are left out."""
+def bits_by_layer(plan: Plan, codec: CodecSpec = QSGD) -> dict[str, int]:
+    """Return the bits of each layer that has `codec`, with any number of bits. Fixed groups are left out."""
     return {
         name: group.option.codec.bits
         for group in plan.groups
-        if group.option.codec.name == QSGD.name
+        if group.option.codec.name == codec.name
         and group.option.codec.bits is not None
         and not group.is_fixed
-        and group.option.codec.replace(bits=QSGD.bits) == QSGD
+        and group.option.codec.replace(bits=codec.bits) == codec
         for name in group.layers
     }
 

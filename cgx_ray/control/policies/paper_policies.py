@@ -15,7 +15,7 @@ from typing import Any
 from cgx_ray.control.policies.policy import REVIEW_S, Decision, Policy, Situation, check_name, check_review
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec
-from cgx_ray.planner.bits import ALPHA, QSGD, WIDTHS
+from cgx_ray.planner.bits import ALPHA, QSGD, STATIC_BITS, WIDTHS, bits_of
 from cgx_ray.planner.papers.cgx import METHODS as CGX_METHODS
 from cgx_ray.planner.papers.cgx import cgx_groups
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES, PRICES, FlexibleLoop
@@ -60,23 +60,42 @@ class PaperPolicy(Policy):
 class Cgx(PaperPolicy):
     """CGX, section 5: qsgd over sra with bits by layer, chosen again every `review_s`.
 
-    method    "kmeans", "linear", "bayes" or "dp"
-    alpha     the largest error of all layers, over that of 4 bits
-    review_s  seconds after a decision until it is asked again without any other cause
+    method       "kmeans", "linear", "bayes" or "dp"
+    alpha        the largest error of all layers, over that of 4 bits
+    bits         that a layer may have, of 1 to 8: one number at least is 4 or more, whose error is allowed everywhere
+    bucket_size  of qsgd in all layers. The paper also says that bucket sizes are chosen by layer, but not how
+    review_s     seconds after a decision until it is asked again without any other cause
     """
 
     method: str = "kmeans"
     alpha: float = ALPHA
+    bits: Sequence[int] = WIDTHS
+    bucket_size: int = QSGD.parameters["bucket_size"]
     review_s: float = REVIEW_S
 
-    gain_codecs = (QSGD,)
-    timed_codecs = tuple(QSGD.replace(bits=bits) for bits in WIDTHS)
-
     def __post_init__(self) -> None:
+        if not isinstance(self.bits, tuple | list) or not self.bits:
+            raise ConfigError(f"bits {self.bits!r} is not allowed; give a tuple such as (2, 3, 4)")
+        codecs = self.timed_codecs
+        if max(bits_of(codecs)) < STATIC_BITS:
+            raise ConfigError(f"bits {self.bits!r} is not allowed; give one number at least of {STATIC_BITS} or more")
+        object.__setattr__(self, "bits", bits_of(codecs))
         check_name("method", self.method, tuple(CGX_METHODS))
         if not isinstance(self.alpha, int | float) or not 1 <= self.alpha < math.inf:
             raise ConfigError(f"alpha {self.alpha!r} is not allowed; give 1 or more, in the paper 1.5 to 3")
         check_review(self.review_s)
+
+    @property
+    def codec_by_layer(self) -> CodecSpec:
+        return QSGD.replace(bucket_size=self.bucket_size)
+
+    @property
+    def gain_codecs(self) -> Sequence[CodecSpec]:
+        return (self.codec_by_layer,)
+
+    @property
+    def timed_codecs(self) -> Sequence[CodecSpec]:
+        return tuple(self.codec_by_layer.replace(bits=bits) for bits in self.bits)
 
     @property
     def title(self) -> str:
@@ -87,7 +106,7 @@ class Cgx(PaperPolicy):
         return self.alpha
 
     def groups(self, measured: Measured) -> Groups | None:
-        return cgx_groups(measured, self.method, self.alpha)
+        return cgx_groups(measured, self.codec_by_layer, self.method, self.alpha, self.bits)
 
 
 @dataclass(frozen=True, kw_only=True)
