@@ -78,6 +78,8 @@ def _calls_s(messages: float, calls: float | None, call_s: float, row_s: float |
     return calls * call_s + (messages - calls) * row_s
 
 
+# By `str(CodecSpec)`, else by the name of the codec.
+CodecCosts = Mapping[str, CodecCost]
 FREE = CodecCost(encode_a_s=0, encode_b_s_per_element=0, decode_a_s=0, decode_b_s_per_element=0)
 
 

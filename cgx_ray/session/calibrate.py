@@ -20,9 +20,9 @@ from cgx_ray.codecs.codec import HOST, PayloadRow
 from cgx_ray.codecs.gain import NUM_TOP, norm_of_largest, squared_error
 from cgx_ray.control.history import Registration
 from cgx_ray.control.policies.adaptive import Adaptive
-from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme, options_of
+from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Layer, Plan, Scheme, options_of
 from cgx_ray.planner.bits import QSGD, LayerErrors
-from cgx_ray.planner.candidates import CodecCost, host_name
+from cgx_ray.planner.candidates import CodecCost, CodecCosts, host_name
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.engine_cost import HOST_ENGINE
 from cgx_ray.planner.profile import fit_cost
@@ -91,40 +91,58 @@ BUS_NUMELS = (1 << 10, 1 << 22)
 
 
 def calibrate(
-    settings: Settings, layers: Sequence[Layer], first_plan: Plan, device: torch.device, *, step: int = 0
+    settings: Settings,
+    layers: Sequence[Layer],
+    first_plan: Plan,
+    device: torch.device,
+    costs: CodecCosts,
+    *,
+    step: int = 0,
 ) -> Registration:
     """Measure what the control loop needs to know of `device`, which holds the gradients; return its registration.
 
-    step  that the ranks begin with
+    costs  as `slowest` returns them
+    step   that the ranks begin with
     """
-    costs = measure_codecs(settings, device)
-    host_costs, bus = measure_offload(settings, device)
     return Registration(
         layers=tuple(layers),
         first_plan=first_plan,
-        codec_costs=costs | host_costs,
+        codec_costs=costs,
         # On a CPU codecs take the cores that backward runs on.
         encodes_on="backward" if device == HOST else "device",
-        bus=bus,
+        bus=measure_bus(device) if may_offload(settings, device) else None,
         engine=HOST_ENGINE if device == HOST or not settings.decides else measure_engine(device),
         step=step,
     )
 
 
 def measure_codecs(settings: Settings, device: torch.device) -> dict[str, CodecCost]:
-    """Return the time of every codec of `Settings.timed_codecs` on `device`, which holds the gradients, by its text."""
-    return {str(codec): measure_codec(codec, device=device) for codec in settings.timed_codecs()}
+    """Return the time of every codec of `Settings.timed_codecs` on this rank, by its text.
 
-
-def measure_offload(settings: Settings, device: torch.device) -> tuple[dict[str, CodecCost], Link | None]:
-    """Return codec times on the host, by their names there, and the bus, if plans may offload codecs from `device`.
-
-    That is if it is no host, and the policy is `Adaptive`; others do not offload.
+    device  that holds the gradients. Where plans may offload codecs from it, also the times on the host, by `host_name`
     """
-    if device.type == "cpu" or not isinstance(settings.policy, Adaptive):
-        return {}, None
-    costs = measure_codecs(settings, HOST)
-    return {host_name(codec): cost for codec, cost in costs.items()}, measure_bus(device)
+    costs = {str(codec): measure_codec(codec, device=device) for codec in settings.timed_codecs()}
+    if may_offload(settings, device):
+        costs |= {host_name(codec): measure_codec(codec) for codec in settings.timed_codecs()}
+    return costs
+
+
+def slowest(costs: Sequence[CodecCosts]) -> dict[str, CodecCost]:
+    """Return the times of each codec on the rank where a usual group takes longest: all others wait for it.
+
+    costs  by rank, of the same codecs as on the first rank, or none
+    """
+    numel = DEFAULT_GROUP_BYTES // 4
+
+    def group_s(cost: CodecCost) -> float:
+        return cost.encode_s(1, numel) + cost.decode_s(1, numel)
+
+    return {codec: max((one[codec] for one in costs if one), key=group_s) for codec in costs[0]}
+
+
+def may_offload(settings: Settings, device: torch.device) -> bool:
+    """Return whether plans may offload codecs from `device`: if it is no host, and the policy may choose that."""
+    return device.type != "cpu" and isinstance(settings.policy, Adaptive)
 
 
 def measure_bus(device: torch.device) -> Link:

@@ -28,7 +28,7 @@ from cgx_ray.session.settings import Settings
 class NoPlan:
     settings = Settings()
 
-    def first_plan(self, layers: Any, world_size: int, bucket_bytes: int) -> Plan:
+    def first_plan(self, layers: Any, world_size: int, bucket_bytes: int, costs: Any) -> Plan:
         raise OSError("the disk is full")
 
     def start(self, attachment: cgx_ray.Attachment) -> None:
@@ -38,7 +38,7 @@ class NoPlan:
 class BadCheckpoint(NoPlan):
     settings = Settings(policy="static")
 
-    def first_plan(self, layers: Any, world_size: int, bucket_bytes: int) -> Plan:
+    def first_plan(self, layers: Any, world_size: int, bucket_bytes: int, costs: Any) -> Plan:
         return self.settings.first_plan(layers, world_size, bucket_bytes)
 
     def start(self, attachment: cgx_ray.Attachment) -> None:

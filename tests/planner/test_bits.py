@@ -36,9 +36,7 @@ def random_problem(rng: random.Random, num_layers: int, widths: tuple[int, ...],
         energy = rng.choice((0.0, 1.0, 1.0, 1.0)) * 10 ** rng.uniform(-3, 3) * numel
         norm = math.sqrt(energy)
         errors = {bits: energy * rng.uniform(0.5, 1.5) / (2**bits - 1) ** 2 for bits in range(1, 9)}
-        layers.append(
-            LayerErrors(numel=numel, norm=norm, top_norm=norm, squared_errors=errors)
-        )
+        layers.append(LayerErrors(numel=numel, norm=norm, top_norm=norm, squared_errors=errors))
     return BitsProblem(layers=tuple(layers), widths=widths, alpha=alpha)
 
 
