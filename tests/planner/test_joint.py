@@ -367,7 +367,7 @@ def test_terms_of_nodes_with_different_numbers_of_ranks_are_those_of_their_group
     layers = (Layer(name="a", numel=10**7, ndim=2),)
     found = best_plan(measured(layers, (0.0,), odd), (QSGD, replace(QSGD, intra=Intra.DENSE))).best
     assert found.plan(version=0, world_size=4).has_inside
-    with pytest.raises(ConfigError, match="make the network by `Network.of_nodes`"):
+    with pytest.raises(ConfigError, match=r"make the network by `Network\.of_nodes`"):
         replace(odd, node_sizes=(2, 3))
 
 
