@@ -117,7 +117,7 @@ def _cut(layers: list[Layer], ends: list[tuple[int, Option]]) -> Groups:
 def compare_papers(case: AdaptCase, seed: int = 0) -> list[PolicyRun]:
     """Return ours, then each paper's policy, on the same schedule, with the same codecs and errors."""
     lost = {STATIC_BITS: 1 - TYPICAL_GAINS[str(QSGD)]}
-    gain = dict(TYPICAL_GAINS) | {str(codec): 1 - lost_share(lost, codec.bits or STATIC_BITS) for codec in QSGDS}
+    gain = dict(case.gain) | {str(codec): 1 - lost_share(lost, codec.bits or STATIC_BITS) for codec in QSGDS}
     options = tuple(dict.fromkeys([*candidate_options(CANDIDATE_DENSITIES), *codec_options(QSGDS)]))
     case = replace(case, options=options, gain=gain)
     ours: dict[str, Callable[[], Policy]] = {"adaptive": lambda: Adaptive(candidates=options, min_gain=case.min_gain)}

@@ -16,15 +16,15 @@ from cgx_ray.plan import NONE, CodecSpec, Layer, Plan, Scheme
 from cgx_ray.planner import models
 from cgx_ray.planner.candidates import CodecCost, codec_options
 from cgx_ray.planner.cost import Link, Network, terms
+from cgx_ray.planner.fidelity import USUAL_MIN_GAIN
 from cgx_ray.planner.joint import best_plan
 from cgx_ray.planner.prediction import Measured, groups_of, predict
-from cgx_ray.planner.scenario import TYPICAL_GAINS
+from cgx_ray.planner.scenario import typical_gains
 from cgx_ray.untrusted import read_table
 
-# The default of `CGXConfig` and of `cgx-ray plan`.
-MIN_GAIN = 0.8
 _MB = 1 << 20
-GAINS = {str(CodecSpec.parse(codec)): gain for codec, gain in TYPICAL_GAINS.items()}
+# Of the codecs that `CGXConfig` and `cgx-ray plan` choose from by default.
+GAINS = typical_gains()
 # Copies of the gradients on a rank: the fixed ones, DDP's buckets, groups, the memory of codecs; measured.
 _COPIES = 8
 # DDP's defaults, bytes.
@@ -153,7 +153,7 @@ class Workload:
 
 def joint_plan(measured: Measured, num_ranks: int) -> Plan:
     """Return the planner's best plan over all schemes and over the codecs that `cgx-ray plan` considers."""
-    answer = best_plan(measured, codec_options((NONE, *map(CodecSpec.parse, GAINS))), min_gain=MIN_GAIN)
+    answer = best_plan(measured, codec_options((NONE, *map(CodecSpec.parse, GAINS))), min_gain=USUAL_MIN_GAIN)
     return answer.best.plan(version=0, world_size=num_ranks)
 
 

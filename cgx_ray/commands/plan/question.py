@@ -14,13 +14,13 @@ from cgx_ray.planner.fidelity import PERIOD_LOSSES
 from cgx_ray.planner.models import ModelDescription, load_model
 from cgx_ray.planner.profile import Profile, load_profile
 from cgx_ray.planner.scenario import (
-    TYPICAL_GAINS,
     TYPICAL_PROFILE,
     Price,
     Scenario,
     Sweep,
     make_network,
     parse_sweep,
+    typical_gains,
 )
 from cgx_ray.units import format_count, parse_rate, parse_seconds
 
@@ -112,6 +112,7 @@ def read_question(
     gpu: str | None,
     batch: int,
     profile: Path | None,
+    fidelity: str,
     gains: Sequence[str],
     min_gain: float,
     period: str,
@@ -138,7 +139,7 @@ def read_question(
         compute_s=compute_s,
         # A run sends dense gradients from where they lie, while the profile's "none" copies them.
         codec_costs={codec: cost for codec, cost in measured.codec_costs.items() if codec != "none"},
-        gain={**TYPICAL_GAINS, **given},
+        gain={**typical_gains(fidelity), **given},
         min_gain=min_gain,
         periods=_read_periods(period),
         engine=measured.engine,
@@ -194,7 +195,7 @@ def _about_compute(model: ModelDescription, gpu: str | None, measured: Profile) 
 def _about_codecs(scenario: Scenario, measured: Profile, given: Mapping[str, float]) -> list[str]:
     """Return the assumptions about codecs. `given`: gains that the user gave."""
     threads = format_count(measured.threads, "thread")
-    kept = ", ".join(f"{spoken(codec)} {gain:.3g}" for codec, gain in TYPICAL_GAINS.items() if codec not in given)
+    kept = ", ".join(f"{spoken(codec)} {gain:.3g}" for codec, gain in scenario.gain.items() if codec not in given)
     assumptions = [
         f"codec times of {measured.device}, {threads}; --profile takes those of your machine",
         f"codecs keep as much of a gradient as of a small GPT's ({kept}); --gain takes what yours keep",
