@@ -17,24 +17,18 @@ from cgx_ray.control.history import Registration
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.adaptive import Adaptive
-from cgx_ray.control.policies.paper_policies import Cgx, Flexible, Groups, PaperPolicy
+from cgx_ray.control.policies.paper_policies import ByteComp, Cgx, Cupcake, Flexible, PaperPolicy
 from cgx_ray.control.policies.policy import Policy
 from cgx_ray.monitors.sample import LayerError
-from cgx_ray.plan import DENSE, Intra, Layer, Option, make_plan, options_of
+from cgx_ray.plan import Layer, make_plan
 from cgx_ray.planner.bits import QSGD, STATIC_BITS, WIDTHS
 from cgx_ray.planner.candidates import candidate_options, codec_options
-from cgx_ray.planner.papers.bytecomp import bytecomp
-from cgx_ray.planner.papers.cupcake import cupcake
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
-from cgx_ray.planner.pipeline import Pipeline, group_cost
-from cgx_ray.planner.prediction import Measured, PlannedGroup
 from cgx_ray.planner.scenario import TYPICAL_GAINS
 from cgx_ray.report.result import Row
 
 # Cases whose only departure is the schedule: links, compute and gains that change.
 PAPER_CASES = ("drop", "sine", "flapping", "latency", "slow_node", "less_compute", "more_compute")
-# Partial groupings of Cupcake's search, less than a second.
-CUPCAKE_NODES = 2_000
 # Bits that all policies may use. One layer's error differs from another's by this deviation of the logarithm.
 QSGDS = tuple(QSGD.replace(bits=bits) for bits in WIDTHS)
 ERROR_SPREAD = 1.0
@@ -55,63 +49,12 @@ class PolicyRun:
     efficiency: float
 
 
-class FixedChoice(PaperPolicy):
-    """Chooses groups at the first measurements and keeps them."""
-
-    title = "fixed choice"
-
-    def __init__(self, choose: Callable[[Measured], Groups]) -> None:
-        self._choose = choose
-        self._chosen: Groups | None = None
-
-    def groups(self, measured: Measured) -> Groups:
-        """Return the groups that were chosen first."""
-        self._chosen = self._chosen or self._choose(measured)
-        return self._chosen
-
-
-def cupcake_groups(measured: Measured) -> Groups:
-    """Return Cupcake's fusion of all layers under qsgd 4/128 over sra."""
-    pipeline, layers = _pipeline(measured, [QSGD_SRA])
-    return _cut(layers, [(group.end, QSGD_SRA) for group in cupcake(pipeline, 0, CUPCAKE_NODES)[0]])
-
-
-def bytecomp_groups(measured: Measured) -> Groups:
-    """Return ByteComp's choice for each layer by itself: dense, or qsgd 4/128 over one of its schemes."""
-    options = [DENSE, *(option for option in options_of(QSGD) if option.intra is Intra.FLAT)]
-    pipeline, layers = _pipeline(measured, options)
-    found = bytecomp(pipeline, dense=0, compressing=range(1, len(options)), offloaded={})
-    return _cut(layers, [(group.end, options[group.option]) for group in found])
-
-
-QSGD_SRA = next(option for option in options_of(QSGD) if option.scheme == "sra" and option.intra is Intra.FLAT)
 POLICIES: Mapping[str, Callable[[], PaperPolicy]] = {
     "cgx": Cgx,
     "flexible": Flexible,
-    "cupcake": lambda: FixedChoice(cupcake_groups),
-    "bytecomp": lambda: FixedChoice(bytecomp_groups),
+    "cupcake": Cupcake,
+    "bytecomp": ByteComp,
 }
-
-
-def _pipeline(measured: Measured, options: list[Option]) -> tuple[Pipeline, list[Layer]]:
-    layers = list(reversed(measured.layers))
-    costs = (
-        group_cost(
-            option,
-            network=measured.network,
-            codec_cost=measured.cost_of(option),
-            # As the papers do, which know no thread beside backward and dense sums that take no compute.
-            encodes_on="backward",
-        )
-        for option in options
-    )
-    numels = tuple(layer.numel for layer in layers)
-    return Pipeline(backward_s=measured.backward_s, numel=numels, costs=tuple(costs)), layers
-
-
-def _cut(layers: list[Layer], ends: list[tuple[int, Option]]) -> Groups:
-    starts = [0, *(end for end, _ in ends)]
-    return tuple(PlannedGroup.of(layers[start:end], option) for start, (end, option) in zip(starts, ends, strict=False))
 
 
 def compare_papers(case: AdaptCase, seed: int = 0) -> list[PolicyRun]:

@@ -20,6 +20,7 @@ from cgx_ray.codecs.codec import HOST, PayloadRow
 from cgx_ray.codecs.gain import NUM_TOP, norm_of_largest, squared_error
 from cgx_ray.control.history import Registration
 from cgx_ray.control.policies.adaptive import Adaptive
+from cgx_ray.control.policies.paper_policies import ByteComp
 from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Layer, Plan, Scheme, options_of
 from cgx_ray.planner.bits import QSGD, LayerErrors
 from cgx_ray.planner.candidates import CodecCost, CodecCosts, host_name
@@ -142,7 +143,7 @@ def slowest(costs: Sequence[CodecCosts]) -> dict[str, CodecCost]:
 
 def may_offload(settings: Settings, device: torch.device) -> bool:
     """Return whether plans may offload codecs from `device`: if it is no host, and the policy may choose that."""
-    return device.type != "cpu" and isinstance(settings.policy, Adaptive)
+    return device.type != "cpu" and isinstance(settings.policy, Adaptive | ByteComp)
 
 
 def measure_bus(device: torch.device) -> Link:

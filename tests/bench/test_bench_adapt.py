@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,11 +17,10 @@ from matplotlib.image import imread
 from bench.__main__ import bench
 from bench.adapt.cases import CASES
 from bench.adapt.measure import measure_adapt
-from bench.adapt.papers import bytecomp_groups, compare_papers, cupcake_groups, paper_rows
+from bench.adapt.papers import compare_papers, paper_rows
 from bench.shared.simulated_cluster import WORLD, ClusterErrors, ClusterState, SimulatedCluster
-from cgx_ray.control.policies.paper_policies import Groups
 from cgx_ray.plan import DENSE, make_plan
-from cgx_ray.planner.prediction import Measured, groups_of, predict
+from cgx_ray.planner.prediction import groups_of, predict
 
 NO_ERRORS = ClusterErrors(step_noise=0.0, switch_s=0.0)
 
@@ -121,10 +119,10 @@ def test_papers_are_compared_on_the_same_schedule_and_the_reasons_multiply_to_th
         assert ratio == pytest.approx(step / progress)
 
 
-@pytest.mark.parametrize("choose", [cupcake_groups, bytecomp_groups])
-def test_fixed_policies_of_papers_hold_every_layer_once(choose: Callable[[Measured], Groups]) -> None:
+@pytest.mark.parametrize("policy", [Cupcake(), ByteComp()])
+def test_searched_groups_of_papers_hold_every_layer_once(policy: Cupcake | ByteComp) -> None:
     case = CASES[0]
     truth = SimulatedCluster(case.model, case.costs, case.gain, NO_ERRORS, seed=0).truth(ClusterState(gbps=0.2))
-    plan = predict(truth, choose(truth)).plan(version=1, world_size=WORLD)
+    plan = predict(truth, policy.groups(truth)).plan(version=1, world_size=WORLD)
     plan.check(case.model.layers, WORLD)
     assert any(group.option.codec.name == "qsgd" for group in plan.groups)

@@ -15,11 +15,12 @@ from cgx_ray.control.gains.known_losses import KnownLosses, lost_share
 from cgx_ray.control.joined_steps import JoinedStep, join
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.policies.paper_policies import Cgx, Flexible, PaperPolicy
+from cgx_ray.control.policies.paper_policies import ByteComp, Cgx, Cupcake, Flexible, PaperPolicy
 from cgx_ray.errors import ConfigError
 from cgx_ray.monitors.sample import LayerError, node_steps
-from cgx_ray.plan import CodecSpec, Plan
+from cgx_ray.plan import DENSE, CodecSpec, Plan
 from cgx_ray.planner.bits import WIDTHS, BitsProblem, LayerErrors
+from cgx_ray.planner.candidates import CodecCost, host_name
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.papers import flexible
 from cgx_ray.planner.papers.cgx import METHODS, layer_bits
@@ -259,3 +260,58 @@ def test_settings_name_the_method_and_make_a_policy_that_ray_can_send() -> None:
         Settings(review_s=-1)
     assert len(Settings(policy="cgx").codecs_by_layer()) == 7
     assert [str(codec) for codec in Cgx().gain_codecs] == ["qsgd:bits=4,bucket_size=128"]
+
+
+@pytest.mark.parametrize("policy", [Cupcake(), ByteComp()], ids=lambda policy: policy.title)
+def test_searched_groups_are_put_in_force_once_and_keep_layer_rules(policy: PaperPolicy, tmp_path: Path) -> None:
+    run = start(tmp_path, policy, exclude=("head",))
+    run.gain = {"qsgd:bits=4,bucket_size=128": 0.98}
+    run.gbps = 0.1
+    run.run(40)
+    first = run.loop.plans[-1]
+    assert codecs(first)["head"].name == "none"
+    assert str(codecs(first)["embed"]) == "qsgd:bits=4,bucket_size=128"
+    assert f"first measurements: {policy.title} chooses " in journal_reasons(tmp_path)[0]
+    run.gbps = 10.0
+    run.run(120)
+    assert run.loop.plans[-1].groups == first.groups
+
+
+def test_cupcake_fuses_layers_and_bytecomp_sends_each_by_itself_in_one_dtype_and_offloads_where_it_can() -> None:
+    layers = tuple(replace(layer, dtype="bfloat16" if layer.name == "head" else "float32") for layer in LAYERS)
+    slow = CodecCost(encode_a_s=1e-2, encode_b_s_per_element=1e-8, decode_a_s=1e-2, decode_b_s_per_element=1e-8)
+    qsgd = "qsgd:bits=4,bucket_size=128"
+    known = Measured(
+        layers=layers,
+        backward_s=(0.1,) * 3,
+        network=Network.flat(4, Link.from_rates(bandwidth_gbps=0.1, latency_ms=0.1)),
+        codec_costs={"none": slow, qsgd: COST},
+        gain={},
+    )
+    fused = Cupcake().groups(replace(known, layers=LAYERS, backward_s=(0.1, 0.0, 0.0)))
+    assert [(group.layers, str(group.option)) for group in fused] == [
+        (("head", "bias", "embed"), f"{qsgd} over sra"),
+    ]
+    assert [group.layers for group in Cupcake().groups(replace(known, backward_s=(0.1, 0.0, 0.0)))] == [
+        ("head",),
+        ("bias", "embed"),
+    ]
+    alone = ByteComp().groups(known)
+    assert [group.layers for group in alone] == [("head",), ("bias",), ("embed",)]
+    assert {str(group.option.codec) for group in alone if "bias" not in group.layers} == {qsgd}
+    gpu = replace(
+        known, codec_costs={qsgd: slow, host_name(qsgd): COST}, bus=Link.from_rates(bandwidth_gbps=100, latency_ms=0.01)
+    )
+    assert {group.option.device for group in ByteComp().groups(gpu) if group.option != DENSE} == {"cpu"}
+
+
+def test_policies_that_search_groups_take_a_codec_that_encodes() -> None:
+    assert Settings(policy="cupcake", codec="bf16").chosen_policy == Cupcake(codec="bf16", scheme="sra")
+    assert Settings(policy="bytecomp").chosen_policy == ByteComp(codec=CodecSpec(name="qsgd", bits=4))
+    for policy in (Cupcake(codec="topk"), ByteComp(codec="topk:density=0.1")):
+        assert pickle.loads(pickle.dumps(policy)) == policy
+        assert {str(option.scheme) for option in policy.options} == {"allgather"}
+    with pytest.raises(ConfigError, match="codec 'none' encodes nothing; give one that does"):
+        ByteComp(codec="none")
+    with pytest.raises(ConfigError, match="scheme sra cannot carry codec topk"):
+        Cupcake(codec="topk", scheme="sra")

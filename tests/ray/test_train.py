@@ -356,7 +356,7 @@ def test_top_attaches_to_a_run_from_another_process_and_ends_with_it(adaptive: A
     [
         (
             {"policy": "clever"},
-            "unknown policy 'clever'; known: adaptive, cgx, flexible, static; of installed",
+            "unknown policy 'clever'; known: adaptive, bytecomp, cgx, cupcake, flexible, static; of installed",
         ),
         ({"policy": "static", "codec": "zip"}, "unknown codec 'zip'; known: none, fp16, bf16, prefix, qsgd"),
         ({"policy": "static", "codec": "qsgd:bits=9"}, "bits 9 is not allowed; give a whole number from 1 to 8"),
@@ -370,7 +370,7 @@ def test_top_attaches_to_a_run_from_another_process_and_ends_with_it(adaptive: A
         (
             {"codec": "topk", "scheme": "allgather"},
             "codec 'topk' is not allowed with policy 'adaptive', which takes fidelity, candidates, min_gain, review_s, "
-            "periods, max_loss; leave it out, or give policy='static'",
+            "periods, max_loss; leave it out, or give policy='bytecomp' or 'cupcake' or 'static'",
         ),
         (
             {"policy": "static", "min_gain": 0.9},

@@ -12,18 +12,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cgx_ray.control.policies.policy import REVIEW_S, Decision, Policy, Situation, check_name, check_review
+from cgx_ray.control.policies.policy import (
+    REVIEW_S,
+    Decision,
+    Policy,
+    Situation,
+    as_codec,
+    check_name,
+    check_review,
+)
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import CodecSpec
+from cgx_ray.plan import DENSE, NONE, CodecSpec, Intra, Option, as_option, preferred_scheme
 from cgx_ray.planner.bits import ALPHA, QSGD, STATIC_BITS, WIDTHS, bits_of
+from cgx_ray.planner.candidates import offloaded
+from cgx_ray.planner.papers.bytecomp import bytecomp, tree_options, twins
 from cgx_ray.planner.papers.cgx import METHODS as CGX_METHODS
 from cgx_ray.planner.papers.cgx import cgx_groups
+from cgx_ray.planner.papers.cupcake import cupcake
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES, PRICES, FlexibleLoop
 from cgx_ray.planner.papers.flexible import METHODS as FLEXIBLE_METHODS
+from cgx_ray.planner.papers.groups import groups_on, pipeline_of
 from cgx_ray.planner.prediction import Measured, PlannedGroup, predict
 
 # Seconds between two looks at the triggers of Flexible Communication.
 TRIGGER_S = 20.0
+# Partial groupings that Cupcake's search tries: less than a second, in which the loop answers nobody.
+CUPCAKE_NODES = 2_000
 
 Groups = tuple[PlannedGroup, ...]
 
@@ -148,3 +162,93 @@ class Flexible(PaperPolicy):
 
     def groups(self, measured: Measured) -> Groups | None:
         return self._loop.groups(measured)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchedGroups(PaperPolicy):
+    """Searches groups at the first measurements, and again for another number of workers: the papers do so before
+    training.
+
+    codec  that the groups may have
+    """
+
+    codec: CodecSpec | str = str(QSGD)
+    _found: dict[int, Groups] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        codec = as_codec(self.codec)
+        if codec == NONE:
+            raise ConfigError("codec 'none' encodes nothing; give one that does, such as 'qsgd:bits=4'")
+        # As text, so that policies that mean the same are the same.
+        object.__setattr__(self, "codec", str(codec))
+
+    def groups(self, measured: Measured) -> Groups:
+        if sum(len(group.layers) for group in measured.fixed) == len(measured.layers):
+            return measured.fixed
+        num_workers = measured.network.num_workers
+        if num_workers not in self._found:
+            self._found[num_workers] = self._search(measured)
+        return self._found[num_workers]
+
+    def _search(self, measured: Measured) -> Groups:
+        """Return groups of all layers. There is a layer without a rule."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cupcake(SearchedGroups):
+    """Cupcake (Wang et al. 2023): one codec for all layers, fused so that the step ends the soonest.
+
+    codec   such as "qsgd:bits=4", the default
+    scheme  None: the codec's usual one
+    """
+
+    scheme: str | None = None
+
+    title = "cupcake"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        codec = as_codec(self.codec)
+        scheme = preferred_scheme(codec) if self.scheme is None else self.scheme
+        object.__setattr__(self, "scheme", str(as_option((codec, scheme)).scheme))
+
+    @property
+    def options(self) -> Sequence[Option]:
+        assert self.scheme is not None
+        return (as_option((self.codec, self.scheme)),)
+
+    def _search(self, measured: Measured) -> Groups:
+        found, _ = cupcake(pipeline_of(measured, self.options), 0, CUPCAKE_NODES)
+        return groups_on(measured, self.options, found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteComp(SearchedGroups):
+    """ByteComp, later Espresso (Wang et al. 2022): each layer by itself, dense, or encoded in one of the ways of its
+    tree that the engine runs, on a GPU or offloaded to its host.
+
+    codec  such as "qsgd:bits=4", the default
+    """
+
+    title = "bytecomp"
+
+    @property
+    def options(self) -> Sequence[Option]:
+        return tree_options(as_codec(self.codec))
+
+    def _search(self, measured: Measured) -> Groups:
+        network = measured.network
+        own = [
+            option
+            for option in self.options
+            if network.knows_inside(option) and (option.intra is Intra.FLAT or not network.is_flat(option.intra))
+        ]
+        options = [DENSE, *own, *(offloaded(own) if measured.bus is not None else ())]
+        found = bytecomp(
+            pipeline_of(measured, options),
+            dense=0,
+            compressing=range(1, 1 + len(own)),
+            offloaded=twins(options),
+        )
+        return groups_on(measured, options, found)
