@@ -19,6 +19,7 @@ from bench.adapt.cases import CASES
 from bench.adapt.measure import measure_adapt
 from bench.adapt.papers import compare_papers, paper_rows
 from bench.shared.simulated_cluster import WORLD, ClusterErrors, ClusterState, SimulatedCluster
+from cgx_ray.control.policies.paper_policies import ByteComp, Cupcake
 from cgx_ray.plan import DENSE, make_plan
 from cgx_ray.planner.prediction import groups_of, predict
 
