@@ -1,5 +1,4 @@
-"""Samples of the last measured gradients of this rank, the gains that error feedback would settle at on them, and
-sums."""
+"""Samples of the last measured gradients of this rank: the gains that error feedback would settle at, and sums."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ MAX_POOLS = 4
 
 # Elements of a layer that are summed: 40 MB for 300 large layers.
 SUM_NUMEL = 1 << 15
-# Share of a sum that stays when the next gradient is added: CGX begins its sums anew with each choice of bits, and here
-# nobody tells ranks of choices.
+# Share of a sum that stays when the next gradient is added. CGX sums the steps between two choices of bits; ranks here
+# do not know when these are made, and measure few steps.
 KEPT_OF_SUM = 0.8
 
 
