@@ -29,7 +29,7 @@ from cgx_ray.logs import show_lines
 from cgx_ray.plan import CodecSpec, Plan, Scheme
 from cgx_ray.session import ddp
 from cgx_ray.session.agree import GatheredGroup, agree_on_settings, watch
-from cgx_ray.session.attachment import Attachment, Session, own_groups, process
+from cgx_ray.session.attachment import Attachment, own_groups, process
 from cgx_ray.session.lines import end_line, start_line
 from cgx_ray.session.local_control import LocalControl
 from cgx_ray.session.settings import MAX_TIMEOUT_S, POLICY_ARGUMENTS, VARIABLE, Off, Settings, policy_variable
@@ -235,7 +235,7 @@ def _attach(
                 control = make_control(settings, folder, model, world.gather)
                 undo.callback(control.close)
             session = control or (process.session if asks_controller else None)
-            make_engine = _engine_maker(model, session)
+            make_engine = _engine_maker(model, session.first_plan if session is not None else None)
             engine, detach = make_engine(model, plan, settings, parameters, scaler, world, lifeline, groups)
             attachment = Attachment(engine, groups, detach, lifeline, model, control)
             undo.callback(attachment.close)
@@ -294,13 +294,13 @@ def _is_fsdp2(model: nn.Module) -> bool:
     return hasattr(model, "set_custom_reduce_scatter")
 
 
-def _engine_maker(model: nn.Module, session: Session | None) -> EngineMaker:
+def _engine_maker(model: nn.Module, first_plan: Callable[..., Plan] | None) -> EngineMaker:
     """Return the `make_engine` for the kind of `model`."""
     if _is_fsdp2(model):
         from cgx_ray.session import fsdp  # noqa: PLC0415 - it imports FSDP2
 
         return fsdp.make_engine
-    return partial(ddp.make_engine, session=session)
+    return partial(ddp.make_engine, first_plan=first_plan)
 
 
 def _agreed_settings(

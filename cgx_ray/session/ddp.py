@@ -22,9 +22,10 @@ from cgx_ray.engine.layers import averaged_parameters, layers_of, sparse_modules
 from cgx_ray.engine.loss_scale import LossScale, Scaler
 from cgx_ray.errors import ConfigError, listed
 from cgx_ray.plan import CodecSpec, Layer, Plan
+from cgx_ray.planner.candidates import CodecCosts
 from cgx_ray.runtime_ext.streams import streams_of
 from cgx_ray.session.agree import GatheredGroup, agree, connect
-from cgx_ray.session.attachment import Session, process
+from cgx_ray.session.attachment import process
 from cgx_ray.session.calibrate import measure_codecs, slowest
 from cgx_ray.session.inside import measure_inside
 from cgx_ray.session.nccl import inside_group, nccl_group
@@ -41,16 +42,16 @@ def make_engine(
     world: GatheredGroup,
     lifeline: Lifeline,
     groups: list[dist.ProcessGroup],
-    session: Session | None,
+    first_plan: Callable[[Sequence[Layer], int, int, CodecCosts], Plan] | None,
 ) -> tuple[Engine, Callable[[], None]]:
     """Return an engine at work behind `model`, and a function that removes the hooks from its parameters.
 
     The arguments that are not listed are those of `attach`.
 
-    world     of all ranks, whose `gather.sharing_errors` this is called in
-    lifeline  watches all ranks
-    groups    gets the group made here, which goes with the attachment
-    session   makes the plan if `plan` is None; without one the settings do
+    world       of all ranks, whose `gather.sharing_errors` this is called in
+    lifeline    watches all ranks
+    groups      gets the group made here, which goes with the attachment
+    first_plan  as in `Session`, makes the plan if `plan` is None; without it the settings do
 
     Raises ConfigError or PlanError.
     """
@@ -59,10 +60,10 @@ def make_engine(
     layers, loss_scale = _check_model(model), LossScale(averaged_parameters(model), scaler)
     assert isinstance(model, DistributedDataParallel)
     device = next((parameter.device for parameter in averaged_parameters(model).values()), HOST)
-    costs = world.gather(measure_codecs(settings, device) if plan is None and session is not None else {})
+    costs = world.gather(measure_codecs(settings, device) if plan is None and first_plan is not None else {})
     if plan is None and dist.get_rank() == 0:
         args = layers, dist.get_world_size(), model.bucket_bytes_cap
-        plan = settings.first_plan(*args) if session is None else session.first_plan(*args, slowest(costs))
+        plan = settings.first_plan(*args) if first_plan is None else first_plan(*args, slowest(costs))
     plan = agree(layers, plan.to_json() if plan is not None else None, world.gather)
     cuda_group = nccl_group(model, device, world.gather, settings.timeout_s)
     if cuda_group is not None:

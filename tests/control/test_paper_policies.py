@@ -198,7 +198,7 @@ def test_flexible_takes_the_knee_and_stays_until_a_trigger_fires(tmp_path: Path)
     run.run(60)
     (first,) = {codec for codec in codecs(run.loop.plans[-1]).values() if codec.name != "none"}
     assert first.name == "topk"
-    assert "flexible (knee, priced as it runs) chooses topk" in journal_reasons(tmp_path)[0]
+    assert "flexible (knee, priced as it runs) chooses 2x topk" in journal_reasons(tmp_path)[0]
     num_plans = len(run.loop.plans)
     run.run(60)
     assert len(run.loop.plans) == num_plans
@@ -280,6 +280,7 @@ def test_searched_groups_are_put_in_force_once_and_keep_layer_rules(policy: Pape
 def test_cupcake_fuses_layers_and_bytecomp_sends_each_by_itself_in_one_dtype_and_offloads_where_it_can() -> None:
     layers = tuple(replace(layer, dtype="bfloat16" if layer.name == "head" else "float32") for layer in LAYERS)
     slow = CodecCost(encode_a_s=1e-2, encode_b_s_per_element=1e-8, decode_a_s=1e-2, decode_b_s_per_element=1e-8)
+    late = CodecCost(encode_a_s=1e-2, encode_b_s_per_element=1e-12, decode_a_s=1e-2, decode_b_s_per_element=1e-12)
     qsgd = "qsgd:bits=4,bucket_size=128"
     known = Measured(
         layers=layers,
@@ -288,11 +289,10 @@ def test_cupcake_fuses_layers_and_bytecomp_sends_each_by_itself_in_one_dtype_and
         codec_costs={"none": slow, qsgd: COST},
         gain={},
     )
-    fused = Cupcake().groups(replace(known, layers=LAYERS, backward_s=(0.1, 0.0, 0.0)))
-    assert [(group.layers, str(group.option)) for group in fused] == [
-        (("head", "bias", "embed"), f"{qsgd} over sra"),
-    ]
-    assert [group.layers for group in Cupcake().groups(replace(known, backward_s=(0.1, 0.0, 0.0)))] == [
+    at_once = replace(known, layers=LAYERS, backward_s=(0.1, 0.0, 0.0), codec_costs={qsgd: late})
+    (fused,) = Cupcake().groups(at_once)
+    assert (fused.layers, str(fused.option)) == (("head", "bias", "embed"), f"{qsgd} over sra")
+    assert [group.layers for group in Cupcake().groups(replace(at_once, layers=layers))] == [
         ("head",),
         ("bias", "embed"),
     ]
