@@ -47,8 +47,8 @@ _OF_ONE_NETWORK = (
 @click.option("--profile", type=click.Path(path_type=Path), help="Codec times, a file of `cgx-ray profile`.")
 @click.option(
     "--fidelity",
-    type=click.Choice([*Fidelity]),
-    default=Fidelity.STRICT,
+    type=click.Choice([str(level) for level in Fidelity]),
+    default=str(Fidelity.STRICT),
     show_default=True,
     help="Codecs to choose from, as in CGXConfig.",
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 from cgx_ray.commands.collective import parse_link
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, check_period, spoken
+from cgx_ray.planner.candidates import efficiency
 from cgx_ray.planner.cost import Link, check_positive
 from cgx_ray.planner.fidelity import PERIOD_LOSSES
 from cgx_ray.planner.models import ModelDescription, load_model
@@ -152,10 +153,9 @@ def read_question(
     assumptions += _about_compute(description, gpu, measured)
     if nodes > 1:
         assumptions.append(f"nodes of {nodes}, inside {inside.bandwidth_gbps:g} Gbit/s and {1e3 * inside.alpha_s:g} ms")
-    assumptions += _about_codecs(scenario, measured, given)
     return Question(
         scenario=scenario,
-        assumptions=tuple(assumptions),
+        assumptions=(*assumptions, *_about_codecs(scenario, measured, given)),
         price=_read_price(price, batch, samples_per_epoch),
         sweep=swept,
     )
@@ -200,7 +200,8 @@ def _about_codecs(scenario: Scenario, measured: Profile, given: Mapping[str, flo
         f"codec times of {measured.device}, {threads}; --profile takes those of your machine",
         f"codecs keep as much of a gradient as of a small GPT's ({kept}); --gain takes what yours keep",
     ]
-    dropped = [codec for codec, gain in scenario.gain.items() if gain < scenario.min_gain]
+    kept_of = {codec: efficiency(gain, CodecSpec.parse(codec)) for codec, gain in scenario.gain.items()}
+    dropped = [codec for codec, share in kept_of.items() if share < scenario.min_gain]
     if dropped:
         assumptions.append(
             f"{', '.join(map(spoken, dropped))} left out: they keep less than {scenario.min_gain:g} (--min-gain)"
