@@ -323,7 +323,7 @@ def test_a_script_without_a_word_of_cgx_ray_trains_over_its_backend(short_runs: 
 
 @pytest.mark.usefixtures("cluster")
 def test_the_policies_of_papers_decide_and_train(tmp_path: Path) -> None:
-    """Two trainings at the same time, on links of 5 Mbit/s, each until its first plan has an outcome."""
+    """Two trainings at the same time, on links of 5 Mbit/s, each until a new plan has an outcome."""
     link = cgx_ray.SimulatedLink(latency_s=1e-4, schedule=((0, 5e6),))
     policies = {"cgx": cgx_ray.Cgx(), "flexible": cgx_ray.Flexible(densities=(0.1, 0.01))}
 
@@ -334,14 +334,19 @@ def test_the_policies_of_papers_decide_and_train(tmp_path: Path) -> None:
         torch_config = cgx_ray.CGXConfig(policy=policies[name], simulated_link=link)
         train_shortly(tmp_path / name, "run", train_functions.train, config, torch_config)
 
-    def has_outcome(name: str) -> bool:
-        is_there = (tmp_path / name / "run" / "decisions.jsonl").exists()
-        return is_there and any(line["event"] == "outcome" for line in journal_of(tmp_path / name))
+    def new_plan(name: str) -> dict[str, Any] | None:
+        lines = journal_of(tmp_path / name)
+        judged = {line["version"] for line in lines if line["event"] == "outcome"}
+        made = [line for line in lines if line["event"] == "decision" and line["kind"] == "replace"]
+        return next((line for line in made if line["new"]["version"] in judged), None)
+
+    def is_judged(name: str) -> bool:
+        return (tmp_path / name / "run" / "decisions.jsonl").exists() and new_plan(name) is not None
 
     with ThreadPoolExecutor(2) as threads:
         runs = [threads.submit(run, name) for name in policies]
         try:
-            wait_for(lambda: all(map(has_outcome, policies)), WAIT_S, lambda: str([*tmp_path.glob("*/run/*")]))
+            wait_for(lambda: all(map(is_judged, policies)), WAIT_S, lambda: str([*tmp_path.glob("*/run/*")]))
         finally:
             (tmp_path / "stop").touch()
             for done in runs:
@@ -349,9 +354,9 @@ def test_the_policies_of_papers_decide_and_train(tmp_path: Path) -> None:
     for name, codec in (("cgx", "qsgd"), ("flexible", "topk")):
         first, second = (log_of(tmp_path / name, rank)[1:] for rank in range(2))
         assert [line["hash"] for line in first] == [line["hash"] for line in second]
-        decision = next(line for line in journal_of(tmp_path / name) if line["event"] == "decision")
-        assert (decision["kind"], decision["old"]["plan"]) == ("replace", "dense")
-        assert f"first measurements: {name} (" in decision["reason"]
+        decision = new_plan(name)
+        assert decision is not None
+        assert f": {name} (" in decision["reason"]
         assert codec in decision["new"]["plan"]
         assert first[-1]["wire_bytes"] < first[1]["wire_bytes"]
 
