@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from cgx_ray.control.policies.adaptive import Adaptive
-from cgx_ray.control.policies.paper_policies import Cgx, Flexible
+from cgx_ray.control.policies.paper_policies import ByteComp, Cgx, Cupcake, Flexible
 from cgx_ray.control.policies.policy import Decision, PlannerInput, Policy, Situation, Static, options_from
 from cgx_ray.plan import CodecSpec, Option
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction
 
 __all__ = [
     "Adaptive",
+    "ByteComp",
     "Cgx",
     "CodecSpec",
+    "Cupcake",
     "Decision",
     "Flexible",
     "Measured",

@@ -62,29 +62,35 @@ CURVE_DENSITIES = tuple(10 ** (-quarter / 4) for quarter in range(16, -1, -1))
 
 
 class LayerError(NamedTuple):
-    """|g|^2 of a layer, and the share of it that a codec loses."""
+    """|g|^2 of a layer, the share of it that a codec loses, and the norm of the largest elements of its gradients' sum.
+
+    top  as `LayerErrors.top_norm` in the planner; 0 where nobody needs it
+    """
 
     energy: float
     lost: float
+    top: float = 0.0
 
 
 class LayerSum(NamedTuple):
-    """Sums over `num` ranks of a layer's |g|^2, and of the part of it that a codec loses."""
+    """Sums over `num` ranks of a layer's |g|^2, of the part of it that a codec loses, and of `LayerError.top`."""
 
     energy: float
     lost_energy: float
+    top: float
     num: int
 
 
 def _layer_sum(errors: Sequence[LayerError]) -> LayerSum:
     lost_energy = math.fsum(one.energy * one.lost for one in errors)
-    return LayerSum(math.fsum(one.energy for one in errors), lost_energy, len(errors))
+    energy, top = (math.fsum(values) for values in zip(*((one.energy, one.top) for one in errors), strict=True))
+    return LayerSum(energy, lost_energy, top, len(errors))
 
 
 def _mean_error(sums: Sequence[LayerSum]) -> LayerError:
     """Return the mean over the ranks; lost shares are weighted by energy."""
-    energy = math.fsum(one.energy for one in sums)
-    return LayerError(energy / sum(one.num for one in sums), math.fsum(one.lost_energy for one in sums) / energy)
+    energy, lost_energy, top, num = (math.fsum(values) for values in zip(*sums, strict=True))
+    return LayerError(energy / num, lost_energy / energy, top / num)
 
 
 class InsideLink(NamedTuple):

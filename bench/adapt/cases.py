@@ -10,8 +10,8 @@ from functools import cache
 
 from bench.adapt.simulate import Schedule
 from bench.shared.simulated_cluster import WORLD, ClusterErrors, ClusterState
-from cgx_ray.plan import CodecSpec, Option
-from cgx_ray.planner.candidates import CodecCost, candidate_options
+from cgx_ray.plan import NONE, CodecSpec, Option
+from cgx_ray.planner.candidates import CodecCost, candidate_codecs, candidate_options
 from cgx_ray.planner.cost import Network
 from cgx_ray.planner.joint import best_plan
 from cgx_ray.planner.models import ModelDescription, load_model
@@ -23,6 +23,7 @@ MODEL = "resnet18"
 # A busy core, so slow that each of dense, bf16 and qsgd is the best somewhere between 0.1 and 10 Gbit/s.
 COST = CodecCost(encode_a_s=1e-4, encode_b_s_per_element=1e-8, decode_a_s=2e-5, decode_b_s_per_element=4e-9)
 COST_BF16 = CodecCost(encode_a_s=1e-4, encode_b_s_per_element=2e-9, decode_a_s=2e-5, decode_b_s_per_element=1.3e-9)
+GAIN = {str(codec): TYPICAL_GAINS[str(codec)] for codec in candidate_codecs(CANDIDATE_DENSITIES) if codec != NONE}
 # The moment of the only change in most cases, seconds.
 CHANGE_S = 60.0
 BASE = ClusterState(gbps=1.0)
@@ -51,7 +52,7 @@ class AdaptCase:
     seconds: float = 180.0
     options: tuple[Option, ...] = candidate_options(CANDIDATE_DENSITIES)
     min_gain: float = 0.8
-    gain: Mapping[str, float] = field(default_factory=lambda: dict(TYPICAL_GAINS))
+    gain: Mapping[str, float] = field(default_factory=lambda: dict(GAIN))
     errors: Callable[[int], ClusterErrors] = _usual_errors
     calibrated_factor: Callable[[int, str], float] | None = None
     judged_from_step: int = 0

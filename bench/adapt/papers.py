@@ -9,23 +9,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.adapt.cases import COST, AdaptCase
+from bench.adapt.cases import AdaptCase
 from bench.adapt.simulate import SimulatedRun
-from bench.shared.paper_plans import bytecomp_groups, cupcake_groups
 from bench.shared.simulated_cluster import SimulatedCluster
 from cgx_ray.control.gains.known_losses import lost_share
 from cgx_ray.control.history import Registration
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.adaptive import Adaptive
-from cgx_ray.control.policies.paper_policies import Cgx, Flexible, Groups, PaperPolicy
+from cgx_ray.control.policies.paper_policies import ByteComp, Cgx, Cupcake, Flexible, PaperPolicy
 from cgx_ray.control.policies.policy import Policy
 from cgx_ray.monitors.sample import LayerError
 from cgx_ray.plan import Layer, make_plan
 from cgx_ray.planner.bits import QSGD, STATIC_BITS, WIDTHS
 from cgx_ray.planner.candidates import candidate_options, codec_options
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
-from cgx_ray.planner.prediction import Measured
 from cgx_ray.planner.scenario import TYPICAL_GAINS
 from cgx_ray.report.result import Row
 
@@ -51,33 +49,18 @@ class PolicyRun:
     efficiency: float
 
 
-class FixedChoice(PaperPolicy):
-    """Chooses groups at the first measurements and keeps them."""
-
-    title = "fixed choice"
-
-    def __init__(self, choose: Callable[[Measured], Groups]) -> None:
-        self._choose = choose
-        self._chosen: Groups | None = None
-
-    def groups(self, measured: Measured) -> Groups:
-        """Return the groups that were chosen first."""
-        self._chosen = self._chosen or self._choose(measured)
-        return self._chosen
-
-
 POLICIES: Mapping[str, Callable[[], PaperPolicy]] = {
     "cgx": Cgx,
     "flexible": Flexible,
-    "cupcake": lambda: FixedChoice(cupcake_groups),
-    "bytecomp": lambda: FixedChoice(bytecomp_groups),
+    "cupcake": Cupcake,
+    "bytecomp": ByteComp,
 }
 
 
 def compare_papers(case: AdaptCase, seed: int = 0) -> list[PolicyRun]:
     """Return ours, then each paper's policy, on the same schedule, with the same codecs and errors."""
     lost = {STATIC_BITS: 1 - TYPICAL_GAINS[str(QSGD)]}
-    gain = dict(TYPICAL_GAINS) | {str(codec): 1 - lost_share(lost, codec.bits or STATIC_BITS) for codec in QSGDS}
+    gain = dict(case.gain) | {str(codec): 1 - lost_share(lost, codec.bits or STATIC_BITS) for codec in QSGDS}
     options = tuple(dict.fromkeys([*candidate_options(CANDIDATE_DENSITIES), *codec_options(QSGDS)]))
     case = replace(case, options=options, gain=gain)
     ours: dict[str, Callable[[], Policy]] = {"adaptive": lambda: Adaptive(candidates=options, min_gain=case.min_gain)}
@@ -85,15 +68,16 @@ def compare_papers(case: AdaptCase, seed: int = 0) -> list[PolicyRun]:
 
 
 def _run(name: str, policy: Policy, case: AdaptCase, seed: int) -> PolicyRun:
-    costs = case.costs | {"topk": COST}
-    cluster = SimulatedCluster(case.model, costs, case.gain, case.errors(seed), seed, layer_errors(case.model.layers))
+    cluster = SimulatedCluster(
+        case.model, case.costs, case.gain, case.errors(seed), seed, layer_errors(case.model.layers)
+    )
     with tempfile.TemporaryDirectory() as folder:
         loop = ControlLoop(policy, Journal(Path(folder) / "decisions.jsonl"))
         loop.register(
             Registration(
                 layers=tuple(case.model.layers),
                 first_plan=make_plan(case.model.layers, version=0, world_size=4),
-                codec_costs=costs,
+                codec_costs=case.costs,
             )
         )
         run = SimulatedRun(loop=loop, cluster=cluster, schedule=case.schedule)
@@ -108,13 +92,13 @@ def layer_errors(layers: tuple[Layer, ...]) -> dict[str, LayerError]:
     """Return made-up energies and errors with 4 bits of all large layers; energy is that of its elements on average."""
     chance = random.Random(0)
     lost = 1 - TYPICAL_GAINS[str(QSGD)]
-    return {
-        layer.name: LayerError(
-            layer.numel * math.exp(chance.gauss(0, ERROR_SPREAD)), lost * math.exp(chance.gauss(0, ERROR_SPREAD / 3))
-        )
-        for layer in layers
-        if not layer.is_small
-    }
+    found = {}
+    for layer in layers:
+        if not layer.is_small:
+            energy = math.exp(chance.gauss(0, ERROR_SPREAD))
+            share = lost * math.exp(chance.gauss(0, ERROR_SPREAD / 3))
+            found[layer.name] = LayerError(layer.numel * energy, share, math.sqrt(energy))
+    return found
 
 
 def paper_rows(case: str, runs: list[PolicyRun]) -> list[Row]:

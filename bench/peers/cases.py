@@ -22,7 +22,7 @@ _QSGD = "qsgd:bits=4,bucket_size=128"
 NOOP, DDP, JOINT = (
     StepWay(name="noop", kind="noop"),
     StepWay(name="ddp", kind="ddp"),
-    StepWay(name="joint", kind="planned", planner="strict"),
+    StepWay(name="joint", kind="planned", planner="joint"),
 )
 # PowerSGD in one bucket: with several it deadlocks on Gloo, see `step.cases`. Of Cupcake's baselines, "buckets" and
 # "even" have the size or number of groups that is predicted to be the best.

@@ -1,26 +1,18 @@
-"""Plans of published systems for a measured model and network, with codecs and schemes of ours."""
+"""Plans of published systems that are no policies here, for a measured model and network, with codecs of ours."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from bench.planner.strategies import BUCKET_NUMELS, NUM_EVEN_GROUPS, buckets, even_split, layer_wise
-from cgx_ray.plan import DENSE, CodecSpec, Intra, Layer, Option, Scheme, options_of
+from cgx_ray.plan import DENSE, CodecSpec, Option, Scheme
 from cgx_ray.planner.bits import QSGD
-from cgx_ray.planner.papers.bytecomp import bytecomp
-from cgx_ray.planner.papers.cupcake import cupcake
-from cgx_ray.planner.pipeline import GroupEnd, Groups, Pipeline, group_cost
+from cgx_ray.planner.papers.groups import groups_on, pipeline_of
+from cgx_ray.planner.pipeline import GroupEnd, Groups, Pipeline
 from cgx_ray.planner.prediction import Measured, PlannedGroup
 
-# Partial groupings of Cupcake's search, less than a second.
-CUPCAKE_NODES = 2_000
 QSGD_SRA = Option(codec=QSGD, scheme=Scheme.SRA)
 TOPK_ALLGATHER = Option(codec=CodecSpec(name="topk", density=0.01), scheme=Scheme.ALLGATHER)
-
-
-def cupcake_groups(measured: Measured) -> tuple[PlannedGroup, ...]:
-    """Return Cupcake's fusion of all layers under qsgd 4/128 over sra."""
-    return _fused(measured, lambda pipeline: cupcake(pipeline, 0, CUPCAKE_NODES)[0])
 
 
 def layer_wise_groups(measured: Measured) -> tuple[PlannedGroup, ...]:
@@ -38,13 +30,6 @@ def even_groups(measured: Measured) -> tuple[PlannedGroup, ...]:
     return _fused(measured, lambda pipeline: _best(pipeline, [even_split(pipeline, 0, one) for one in NUM_EVEN_GROUPS]))
 
 
-def bytecomp_groups(measured: Measured) -> tuple[PlannedGroup, ...]:
-    """Return ByteComp's choice for each layer by itself: dense, or qsgd 4/128 over one of its schemes."""
-    options = [DENSE, *(option for option in options_of(QSGD) if option.intra is Intra.FLAT)]
-    found = bytecomp(_pipeline(measured, options), dense=0, compressing=range(1, len(options)), offloaded={})
-    return _cut(measured, found, options)
-
-
 def hipress_groups(measured: Measured) -> tuple[PlannedGroup, ...]:
     """Return HiPress' choice for each layer: qsgd 4/128 over sra if it takes less time alone than dense.
 
@@ -52,12 +37,12 @@ def hipress_groups(measured: Measured) -> tuple[PlannedGroup, ...]:
     network bandwidth, and compression overhead".
     """
     options = [DENSE, QSGD_SRA]
-    pipeline = _pipeline(measured, options)
+    pipeline = pipeline_of(measured, options)
     choice = [
         min(range(2), key=lambda at: pipeline.costs[at].compute_s(numel) + pipeline.costs[at].alone_s(numel))
         for numel in pipeline.numel
     ]
-    return _cut(measured, tuple(GroupEnd(end, at) for end, at in enumerate(choice, start=1)), options)
+    return groups_on(measured, options, tuple(GroupEnd(end, at) for end, at in enumerate(choice, start=1)))
 
 
 def hitopkcomm_groups(measured: Measured) -> tuple[PlannedGroup, ...]:
@@ -71,33 +56,8 @@ def hitopkcomm_groups(measured: Measured) -> tuple[PlannedGroup, ...]:
 def _fused(measured: Measured, fuse: Callable[[Pipeline], Groups]) -> tuple[PlannedGroup, ...]:
     """Return the groups of all layers that `fuse` makes, under qsgd 4/128 over sra, which is its only option."""
     options = [QSGD_SRA]
-    return _cut(measured, fuse(_pipeline(measured, options)), options)
+    return groups_on(measured, options, fuse(pipeline_of(measured, options)))
 
 
 def _best(pipeline: Pipeline, fusions: Sequence[Groups]) -> Groups:
     return min(fusions, key=pipeline.finish_s)
-
-
-def _pipeline(measured: Measured, options: Sequence[Option]) -> Pipeline:
-    costs = (
-        group_cost(
-            option,
-            network=measured.network,
-            codec_cost=measured.cost_of(option),
-            # As the papers do, which know no thread beside backward and dense sums that take no compute.
-            encodes_on="backward",
-        )
-        for option in options
-    )
-    numels = tuple(layer.numel for layer in reversed(measured.layers))
-    return Pipeline(backward_s=measured.backward_s, numel=numels, costs=tuple(costs))
-
-
-def _cut(measured: Measured, found: Groups, options: Sequence[Option]) -> tuple[PlannedGroup, ...]:
-    """Return the groups that end as `found` says, each under its option of `options`."""
-    layers: list[Layer] = list(reversed(measured.layers))
-    starts = [0, *(group.end for group in found)]
-    return tuple(
-        PlannedGroup.of(layers[start : group.end], options[group.option])
-        for start, group in zip(starts, found, strict=False)
-    )

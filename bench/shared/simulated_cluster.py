@@ -21,7 +21,6 @@ from cgx_ray.engine.gains.gain_schedule import is_measured
 from cgx_ray.monitors.node_monitor import measured_nodes
 from cgx_ray.monitors.reductions import Sum
 from cgx_ray.monitors.sample import (
-    CURVE_DENSITIES,
     ROTATION_STEPS,
     Burst,
     HostLoad,
@@ -33,12 +32,12 @@ from cgx_ray.monitors.sample import (
     Transfer,
     node_steps,
 )
-from cgx_ray.plan import DENSE, CodecSpec, Option, Plan, make_plan
+from cgx_ray.plan import DENSE, Option, Plan, make_plan
 from cgx_ray.planner.bits import WIDTHS
 from cgx_ray.planner.candidates import CodecCost, candidate_options
 from cgx_ray.planner.cost import Link, Network, exchange_s
 from cgx_ray.planner.models import ModelDescription, load_model
-from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES, interpolate_gain
+from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, groups_of, predict
 from cgx_ray.planner.scenario import TYPICAL_GAINS
 
@@ -355,7 +354,7 @@ class SimulatedCluster:
         link = truth.network.between
         transfers = simulated_transfers(groups, lambda group: self._delay() * flat_exchange_s(group, WORLD, link))
         gain = {codec: self._measured_gain(gain) for codec, gain in truth.gain.items()}
-        losses = self._losses(truth.gain) if is_measured(number, affordable_from=0) else {}
+        losses = self._losses() if is_measured(number, affordable_from=0) else {}
         rates = [state.rate(rank) for rank in range(WORLD)]
         samples = []
         for rank in range(WORLD):
@@ -398,21 +397,14 @@ class SimulatedCluster:
         """Return `gain` with the usual noise of its error, a tenth."""
         return min(1.0, 1 - (1 - gain) * math.exp(self._random.gauss(0, 0.1)))
 
-    def _losses(self, gain: Mapping[str, float]) -> dict[str, Any]:
-        """Return the fields of a sample with errors by layer, for the next number of bits, and the gain curve."""
+    def _losses(self) -> dict[str, Any]:
+        """Return the fields of a sample with errors by layer, for the next number of bits."""
         bits = WIDTHS[self._num_measured % len(WIDTHS)]
         self._num_measured += 1
-        density = {CodecSpec.parse(name).density: share for name, share in gain.items() if name.startswith("topk")}
-        known = {one: density[one] for one in sorted(filter(None, density))}
-        curve = interpolate_gain(tuple(known), tuple(known.values())) if known else None
         errors = {
             name: LayerError(one.energy, lost_share({4: one.lost}, bits)) for name, one in self._layer_errors.items()
         }
-        return {
-            "gain_curve": tuple(map(curve, CURVE_DENSITIES)) if curve is not None else (),
-            "layer_errors": errors,
-            "error_bits": bits if errors else None,
-        }
+        return {"layer_errors": errors, "error_bits": bits if errors else None}
 
     def _bursts(self, groups: tuple[PlannedGroup, ...], rate: float) -> tuple[Burst, ...]:
         """Return the bursts at a link of `rate` bytes per second, at most 64."""

@@ -76,7 +76,7 @@ _USUAL_BUCKETS = (
     StepWay(name="engine_qsgd", kind="engine", codec="qsgd:bits=4,bucket_size=128", scheme="sra"),
     StepWay(name="engine_rounds", kind="engine", codec="qsgd:bits=4,bucket_size=128", scheme="sra", period=8),
     StepWay(name="engine_topk", kind="engine", codec="topk:density=0.01", scheme="allgather"),
-    StepWay(name="joint", kind="planned", planner="typical"),
+    StepWay(name="joint", kind="planned", planner="joint"),
 )
 _IN_BOTH = ("noop", "ddp", "engine_dense", "engine_qsgd", "joint")
 _SMALL_BUCKETS = tuple(

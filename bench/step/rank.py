@@ -24,7 +24,7 @@ from bench.shared.ranks import BenchError
 from bench.step.averaging import Averaging, EngineAveraging, TorchRounds
 from bench.step.cases import Kind, StepNetwork, StepWay
 from bench.step.grace import Grace
-from bench.step.plans import STRICT_GAINS, plan_of
+from bench.step.plans import plan_of
 from bench.step.sleeping_model import BackwardClock, SleepingModel, fixed_gradients
 from bench.step.torchft_rounds import TorchFtRounds
 from bench.step.workload import GAINS, Workload
@@ -206,7 +206,7 @@ def _codec_costs(ways: Sequence[StepWay]) -> dict[str, CodecCost]:
     Ranks encode at the same time in a step too, and may have to share the processor's cores.
     """
     own = [way.codec for way in ways if way.has_engine]
-    specs = {str(CodecSpec.parse(codec)) for codec in (*own, *GAINS, *STRICT_GAINS)} - {"none"}
+    specs = {str(CodecSpec.parse(codec)) for codec in (*own, *GAINS)} - {"none"}
     found: list[Any] = [{}]
     for spec in sorted(specs):
         dist.barrier()

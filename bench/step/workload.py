@@ -17,11 +17,12 @@ from cgx_ray.planner import models
 from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.cost import Link, Network, terms
 from cgx_ray.planner.prediction import Measured, groups_of, predict
-from cgx_ray.planner.scenario import TYPICAL_GAINS
+from cgx_ray.planner.scenario import typical_gains
 from cgx_ray.untrusted import read_table
 
 _MB = 1 << 20
-GAINS = {str(CodecSpec.parse(codec)): gain for codec, gain in TYPICAL_GAINS.items()}
+# Of the codecs that `CGXConfig` and `cgx-ray plan` choose from by default.
+GAINS = typical_gains()
 # Copies of the gradients on a rank: the fixed ones, DDP's buckets, groups, the memory of codecs; measured.
 _COPIES = 8
 # DDP's defaults, bytes.

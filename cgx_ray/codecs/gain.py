@@ -18,6 +18,8 @@ SAMPLE_BLOCK = 1024
 SAMPLE_NUMEL = 1 << 16
 # Larger than SAMPLE_NUMEL, since a histogram is cheap and 0.1 % of it must still be many elements.
 CURVE_SAMPLE_NUMEL = 1 << 18
+# Elements whose norm tells how sensitive a layer is. CGX says "the top values"; the authors' code takes 100.
+NUM_TOP = 100
 
 
 def sample_blocks(grad_N: Tensor, max_numel: int = SAMPLE_NUMEL, key: int = 0) -> Tensor:
@@ -31,6 +33,12 @@ def sample_blocks(grad_N: Tensor, max_numel: int = SAMPLE_NUMEL, key: int = 0) -
         return grad_N
     first = Random(key).randrange(stride) if key else 0
     return grad_N[: num_blocks * SAMPLE_BLOCK].view(num_blocks, SAMPLE_BLOCK)[first::stride].reshape(-1)
+
+
+def norm_of_largest(values_N: Tensor, num: int) -> Tensor:
+    """Return the l2 norm of the `num` elements with the largest magnitudes, all if there are fewer, on their device."""
+    norm: Tensor = values_N.abs().topk(min(num, values_N.numel())).values.norm()
+    return norm
 
 
 class Ranges(NamedTuple):

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.codec import HOST, RESIDUALS, Codec
-from cgx_ray.codecs.sparse import Sparse
+from cgx_ray.codecs.sparse import Selection, Sparse
 from cgx_ray.plan import CodecSpec
 from cgx_ray.runtime_ext import sparse
 
@@ -127,7 +126,7 @@ def settled_gain(spec: CodecSpec, gradients_JN: Tensor, key: int) -> float:
 
 
 class ArtopkGains(NamedTuple):
-    """Gains of AR-Topk if ranks take turns to select ("star"), and if that with the largest gradient does ("var")."""
+    """Gains of AR-Topk if ranks take turns to select ("star"), and if that with the largest top-k does ("var")."""
 
     star: float
     var: float
@@ -144,21 +143,20 @@ def settled_artopk_gains(spec: CodecSpec, gradients_JN: Tensor, key: int) -> Art
     for step in range(pace.num_steps):
         model.add_steps(residual_RN, step, chance, pace.num_joined)
         for root in range(NUM_RANKS):
-            _clear(share, residual_RN, root, key + step)
+            _clear(_selected(share, residual_RN[root], key + step), residual_RN)
 
-    def measure(residual_RN: Tensor, choose_root: Callable[[int, list[float]], int]) -> float:
+    def measure(residual_RN: Tensor, *, by_norm: bool) -> float:
         gains = []
         for step in range(pace.num_steps, pace.num_steps + NUM_MEASURED):
             model.add_steps(residual_RN, step, chance)
             before = [_energy(own_N) for own_N in residual_RN]
-            _clear(spec, residual_RN, choose_root(step, before), key + step)
+            roots = residual_RN if by_norm else residual_RN[step % NUM_RANKS][None]
+            found = [_selected(spec, own_N, key + step) for own_N in roots]
+            _clear(max(found, key=lambda one: float(one.value_K.norm())), residual_RN)
             gains += [1 - _energy(own_N) / fed for own_N, fed in zip(residual_RN, before, strict=True)]
         return math.fsum(gains) / len(gains)
 
-    return ArtopkGains(
-        star=measure(residual_RN.clone(), lambda step, _: step % NUM_RANKS),
-        var=measure(residual_RN, lambda _, energies: energies.index(max(energies))),
-    )
+    return ArtopkGains(star=measure(residual_RN.clone(), by_norm=False), var=measure(residual_RN, by_norm=True))
 
 
 def _send(codec: Codec, residual_N: Tensor, key: int) -> None:
@@ -170,12 +168,17 @@ def _send(codec: Codec, residual_N: Tensor, key: int) -> None:
     residual_N.copy_(memory.next_N)
 
 
-def _clear(spec: CodecSpec, residual_RN: Tensor, root: int, key: int) -> None:
-    """Set to zero, on all ranks, the elements that rank `root` selects."""
+def _selected(spec: CodecSpec, residual_N: Tensor, key: int) -> Selection:
+    """Return what a rank selects."""
     codec = make_codec(spec)
     assert isinstance(codec, Sparse)
-    selection = codec.room(residual_RN.shape[1], residual_RN.device)
-    codec.select(residual_RN[root], selection, key & MAX_KEY)
+    selection = codec.room(len(residual_N), residual_N.device)
+    codec.select(residual_N, selection, key & MAX_KEY)
+    return selection
+
+
+def _clear(selection: Selection, residual_RN: Tensor) -> None:
+    """Set the selected elements to zero on all ranks."""
     for residual_N in residual_RN:
         sparse.scatter_zero(selection.index_K, selection.count_1, residual_N)
 

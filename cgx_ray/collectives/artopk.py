@@ -82,13 +82,13 @@ class ArTopk(Exchange):
     """Cost of the sum, 2(N-1) a + 2(N-1)/N m_v b by the vendor's ring or that of `Tree`, and a log N + b log N m_i for
     the broadcast; m_v: bytes of the values, m_i: bytes of the packed indices.
 
-    1. All ranks agree on the rank that broadcasts. "star": ranks take turns by step. "var": the rank with the largest
-       error-fed gradient, for which all send each other their norms, in one more latency. "auto": one of the two, see
-       `StarOrVar`; it sums one float more.
-    2. This rank selects its top-k elements and broadcasts their indices.
+    1. All ranks agree on the rank that broadcasts. "star": ranks take turns by step. "var": the rank whose top-k
+       elements have the largest norm, for which all select and send each other these norms, in one more latency.
+       "auto": one of the two, see `StarOrVar`; it sums one float more.
+    2. This rank broadcasts the indices of its top-k elements.
     3. All ranks sum their values at these indices. The other values stay in their residuals.
 
-    Departure from Algorithm 1: only the broadcasting rank selects, since no rank uses the others' indices.
+    Departure from Algorithm 1: with "star" only the broadcasting rank selects, since no rank uses the others' indices.
     """
 
     def __init__(self, codec: Codec, numel: int, transport: TransportLike, choice: str, *, by_tree: bool) -> None:
@@ -123,10 +123,13 @@ class ArTopk(Exchange):
         fed_N = self._codec.feed(grad_N, memory)
         by_norm = self.star_or_var.by_norm if self.star_or_var is not None else self._choice == "var"
         self.sent_bytes = self._sent_bytes(by_norm=by_norm)
+        rank, root = self._transport.rank, stamp.step % self._transport.world_size
+        if by_norm or root == rank:
+            self._codec.select(fed_N, self._selection, step.key(rank, 0))
         if by_norm:
-            yield from self._exchange_norms(fed_N, step)
-        root = self._largest() if by_norm else stamp.step % self._transport.world_size
-        yield from self._broadcast_indices(fed_N, root, step)
+            yield from self._exchange_norms(fed_N.numel(), step)
+            root = self._largest()
+        yield from self._broadcast_indices(fed_N.numel(), root, step)
 
         index_K, values_K = self._selection.index_K.long(), self._sums[: self._selection.num_kept]
         # With indices of another rank a GPU must not be led out of its memory before the host has heard of it, below.
@@ -168,29 +171,28 @@ class ArTopk(Exchange):
             raise selection.broken(numel, ValueError(f"it does not hold {count} indices that ascend below {numel}"))
         return int(count)
 
-    def _exchange_norms(self, fed_N: Tensor, step: Step) -> Iterator[Handle]:
-        """Tell all ranks the norm of this rank's gradient."""
+    def _exchange_norms(self, numel: int, step: Step) -> Iterator[Handle]:
+        """Tell all ranks the norm of what this rank has selected."""
         rank, first = self._transport.rank, replace(step.stamp, phase=1)
-        self._norms[rank].payload.view(torch.float32).copy_(fed_N.norm())
-        self._norms[rank].seal(first, fed_N.numel())
+        self._norms[rank].payload.view(torch.float32).copy_(self._selection.value_K.norm())
+        self._norms[rank].seal(first, numel)
         step.phases.lap("encode")
         received = {peer: norm for peer, norm in enumerate(self._norms) if peer != rank}
         sends = dict.fromkeys(received, self._norms[rank].wire)
         with step.phases.round():
             yield from send_and_receive(self._transport, sends, {peer: norm.wire for peer, norm in received.items()})
         for sender, norm in received.items():
-            norm.check(first, fed_N.numel(), self._transport.ranks[sender])
+            norm.check(first, numel, self._transport.ranks[sender])
 
     def _largest(self) -> int:
-        """Return the rank with the largest gradient, the first one if several are equal. NaN counts as the largest."""
+        """Return the rank with the largest norm, the first one if several are equal. NaN counts as the largest."""
         norms = torch.cat([norm.payload.view(torch.float32) for norm in self._norms])
         return int(torch.where(norms.isnan(), math.inf, norms).argmax())
 
-    def _broadcast_indices(self, fed_N: Tensor, root: int, step: Step) -> Iterator[Handle]:
-        """Fill the selection's indices with those that `root` selects."""
-        selection, numel = self._selection, fed_N.numel()
+    def _broadcast_indices(self, numel: int, root: int, step: Step) -> Iterator[Handle]:
+        """Fill the selection's indices with those that `root` has selected."""
+        selection = self._selection
         if root == self._transport.rank:
-            self._codec.select(fed_N, selection, step.key(root, 0))
             selection.pack(numel, self._message.payload)
             yield from copied_out(self._message.room, step.phases)
             self._message.seal(step.stamp, numel)

@@ -30,6 +30,7 @@ class JoinedStep(StepValues):
     codec_s    encode and decode, median over ranks
     means      of MEAN_PARTS, over ranks
     slowness   by rank that reported, its compute time over the median of these ranks
+    node_sizes ranks of each node
     traffic    network observations; with many ranks, of some of the pairs. The shortest exchange of each group counts:
                longer ones contain the wait for late ranks
     """
@@ -37,6 +38,7 @@ class JoinedStep(StepValues):
     codec_s: float
     means: Mapping[str, float]
     slowness: Mapping[int, float]
+    node_sizes: tuple[int, ...]
     traffic: StepTraffic
 
     @property
@@ -150,7 +152,7 @@ class StepJoiner:
 def join(parts: Sequence[NodeStep], world_size: int) -> JoinedStep:
     """Return one step from the records of different ranks that have reported it."""
     reduced, columns = reduce_nodes(parts), _columns(parts)
-    step_s, num_local = median(columns["step_s"]), reduced["num_local"]
+    step_s = median(columns["step_s"])
     compute_s = dict(zip((rank for part in parts for rank in part.ranks), columns["compute_s"], strict=True))
     usual_s = median(compute_s.values())
     return JoinedStep(
@@ -159,7 +161,8 @@ def join(parts: Sequence[NodeStep], world_size: int) -> JoinedStep:
         codec_s=median(map(add, columns["encode_s"], columns["decode_s"])),
         means={name: math.fsum(columns[name]) / len(columns[name]) for name in MEAN_PARTS},
         slowness={rank: compute_s[rank] / usual_s if usual_s > 0 else 1.0 for rank in sorted(compute_s)},
-        traffic=_traffic(parts, reduced["num_steps"] * step_s, world_size, num_local if num_local < world_size else 1),
+        node_sizes=_node_sizes(parts, world_size),
+        traffic=_traffic(parts, reduced["num_steps"] * step_s, world_size),
         **reduced,
     )
 
@@ -179,11 +182,24 @@ def _columns(parts: Sequence[NodeStep]) -> dict[str, list[float]]:
     return columns
 
 
-def _traffic(parts: Sequence[NodeStep], step_s: float, world_size: int, num_sharing: int) -> StepTraffic:
-    """`num_sharing`: ranks that share a node's link. They send at the same time, so each sees a part of its rate."""
+def _node_sizes(parts: Sequence[NodeStep], world_size: int) -> tuple[int, ...]:
+    """Return the ranks of each node. If ranks are missing and nodes differ, they may be unknown: then one rank each."""
+    num_ranks: Counter[int] = Counter()
+    for part in parts:
+        num_ranks[part.num_local] += len(part.ranks)
+    if len(num_ranks) == 1:
+        (size,) = num_ranks
+        sizes = [size] * (world_size // size)
+    else:
+        sizes = [size for size, num in num_ranks.items() for _ in range(math.ceil(num / size))]
+    return tuple(sorted(sizes)) if sum(sizes) == world_size else (1,) * world_size
+
+
+def _traffic(parts: Sequence[NodeStep], step_s: float, world_size: int) -> StepTraffic:
     # With many ranks, most have none (`engine.counted`).
     seen = [
-        (rank, bursts, rates, lags_s)
+        # Ranks that share a node's link send at the same time, so each sees a part of its rate.
+        (rank, part.num_local if part.num_local < world_size else 1, bursts, rates, lags_s)
         for part in parts
         for rank, bursts, rates, lags_s in zip(part.ranks, part.bursts, part.rate_from, part.lag_s, strict=True)
         if bursts or rates or lags_s
@@ -198,11 +214,11 @@ def _traffic(parts: Sequence[NodeStep], step_s: float, world_size: int, num_shar
         ),
         bursts={
             rank: tuple(Burst(num_sharing * burst.num_bytes, burst.seconds) for burst in bursts)
-            for rank, bursts, _, _ in seen
+            for rank, num_sharing, bursts, _, _ in seen
             if bursts
         },
-        pair_rate={(peer, rank): rate for rank, _, rates, _ in seen for peer, rate in rates.items() if rate > 0},
-        round_trip_s=_round_trips({rank: lags_s for rank, _, _, lags_s in seen}),
+        pair_rate={(peer, rank): rate for rank, _, _, rates, _ in seen for peer, rate in rates.items() if rate > 0},
+        round_trip_s=_round_trips({rank: lags_s for rank, *_, lags_s in seen}),
     )
 
 

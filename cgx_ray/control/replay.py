@@ -151,7 +151,7 @@ class Replay:
             kind = entry["policy"]["kind"]
             self.kinds.add(kind)
             if kind == "paper":
-                # Errors by layer and gain curves would make the journal long.
+                # Errors by layer would make the journal long, and "flexible" goes by what it decided last.
                 self._no_start = f"the journal lacks the inputs of policy {entry['policy']['name']}"
                 return
             self._layers, policy = read_layers(entry), self._what_if.policy(entry)

@@ -37,7 +37,7 @@ from cgx_ray.control.trial.steps_beside_predictions import StepsBesidePrediction
 from cgx_ray.monitors.sample import NodeSample, NodeStep
 from cgx_ray.plan import MAX_PERIOD, STEPS_TOGETHER, Option, Plan, spoken
 from cgx_ray.planner.bits import bits_of
-from cgx_ray.planner.cost import Link
+from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.prediction import Measured, groups_of
 
 # Ratio of a step's seconds to the usual ones from which one step is enough to look for another network.
@@ -82,9 +82,11 @@ class WorkerGroupState:
         self.pending: PendingOutcome | None = None
         self.bans, self.counts = Bans(), DecisionCounts()
         self.network, self.links = KnownNetwork(), RecentLinks()
-        self.gains = KnownGains(plan, gain_ratios, learned.measured.gain if learned is not None else {})
-        self.losses = KnownLosses(self.layers, bits_of(option.codec for option in policy.options))
-        self._max_error, self._max_period, self._bits = policy.max_error, MAX_PERIOD, bits_by_layer(plan)
+        known = learned.measured.gain if learned is not None else {}
+        self.gains = KnownGains(plan, gain_ratios, known, is_cautious=policy.is_guarded)
+        self._codec = policy.codec_by_layer
+        self.losses = KnownLosses(self.layers, bits_of(option.codec for option in policy.options), self._codec)
+        self._max_error, self._max_period, self._bits = policy.max_error, MAX_PERIOD, bits_by_layer(plan, self._codec)
         self.loss = LossTrend()
         self._registration = registration
         self._joiner = StepJoiner(plan.world_size)
@@ -117,10 +119,9 @@ class WorkerGroupState:
         else:
             # Another number of ranks may share the processors of a node.
             self.steps.errors.compute_slowdown = ComputeSlowdown()
-        num_local = before.ranks_per_node if num_workers % before.ranks_per_node == 0 else 1
         self.decided = replace(
             learned.measured,
-            network=network_of(num_workers, num_local, before.between, before.inside, before.device_sums),
+            network=_resized(before, num_workers),
             codec_costs=self.steps.codec_costs,
             **self._registration.of_device,
             fixed=self._fixed,
@@ -233,7 +234,7 @@ class WorkerGroupState:
         self.steps.start_plan(plan, before, is_measuring=self.measuring is not None)
         self._slow_s = 0.0
         self.gains.start_plan(plan)
-        self._bits = bits_by_layer(plan)
+        self._bits = bits_by_layer(plan, self._codec)
 
     def learn(self, now_s: float) -> None:
         """Learn the errors of the plan in force from its steps so far."""
@@ -374,7 +375,7 @@ class WorkerGroupState:
             layers=self.layers,
             backward_s=backward_s,
             after_s=after_s,
-            network=network_of(self.plan.world_size, recent[-1].num_local, between, inside, device_sums),
+            network=network_of(recent[-1].node_sizes, between, inside, device_sums=device_sums),
             codec_costs=self.steps.codec_costs,
             gain=self.losses.gain | self.gains.usable if chooses_bits else self.gains.usable,
             **self._registration.of_device,
@@ -382,7 +383,6 @@ class WorkerGroupState:
             layer_errors=self.losses.layer_errors if chooses_bits else {},
             squared_errors=self.losses.squared_errors or before,
             error_excess=self.losses.error_excess,
-            gain_curve=self.losses.gain_curve,
             max_period=self.max_period,
         )
 
@@ -439,3 +439,11 @@ class WorkerGroupState:
             report_age_s={node: self._now_s - seen_s for node, seen_s in self._reported_s.items()},
             num_incomplete_steps=self._joiner.num_incomplete,
         )
+
+
+def _resized(network: Network, num_workers: int) -> Network:
+    """Return `network` with another number of workers, in nodes as before where these are alike and filled."""
+    size = 1 if network.node_sizes or num_workers % network.ranks_per_node else network.ranks_per_node
+    sizes = [size] * (num_workers // size)
+    is_same = network.num_workers == num_workers
+    return network if is_same else network_of(sizes, network.between, network.inside, device_sums=network.device_sums)

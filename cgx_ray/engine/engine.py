@@ -69,6 +69,7 @@ class Engine:
         seed: int = 0,
         candidates: Sequence[CodecSpec] = (),
         by_layer: Sequence[CodecSpec] = (),
+        sums_layers: bool = False,
         device: torch.device = HOST,
         inside: InsideLink | None = None,
         judged_together: Callable[[], Iterable[frozenset[str]]] = tuple,
@@ -77,6 +78,7 @@ class Engine:
 
         candidates  codecs whose gain is measured in some steps
         by_layer    codecs whose errors are measured by layer in these steps, one of them each time
+        sums_layers  as in `GainSchedule`
         device      where the gradients are; on a CUDA device the engine works on a stream of its own
         inside      link between the ranks of this node, for the samples
         judged_together  as `LossScale.judged_together`
@@ -86,11 +88,10 @@ class Engine:
         plan.check(layers, transport.world_size)
         self._layers = {layer.name: layer for layer in layers}
         self._transport = transport
-        self._seed = seed
-        self._inside = inside
+        self._seed, self._inside = seed, inside
         self.device = device
         self.streams = streams_of(device)
-        self._gains = GainSchedule(candidates, layers, by_layer, device)
+        self._gains = GainSchedule(candidates, layers, by_layer, device, sums_layers=sums_layers)
         self.agreement = Agreement(transport)
         self._banks = Banks(self._layers, transport, device, judged_together)
         self._held = HeldPlans()

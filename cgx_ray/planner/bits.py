@@ -44,17 +44,20 @@ class LayerErrors:
     """Measured errors of one layer.
 
     norm            l2 norm of its gradient; over several steps, the root of the summed squares
+    top_norm        l2 norm of the `codecs.gain.NUM_TOP` largest elements of the sum of these gradients
     squared_errors  by bits, |g - decode(encode(g))|^2 over the same steps
     """
 
     numel: int
     norm: float
+    top_norm: float
     squared_errors: Mapping[int, float]
 
     def __post_init__(self) -> None:
         if self.numel < 1:
             raise ConfigError(f"a layer has {self.numel} elements; leave out layers without any")
-        for name, value in (("norm", self.norm), *((f"error at {b} bits", e) for b, e in self.squared_errors.items())):
+        errors = ((f"error at {bits} bits", error) for bits, error in self.squared_errors.items())
+        for name, value in (("norm", self.norm), ("top_norm", self.top_norm), *errors):
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} is {value!r}; measure it on finite gradients")
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Device, Option, options_of
@@ -75,6 +78,8 @@ def _calls_s(messages: float, calls: float | None, call_s: float, row_s: float |
     return calls * call_s + (messages - calls) * row_s
 
 
+# By `str(CodecSpec)`, else by the name of the codec.
+CodecCosts = Mapping[str, CodecCost]
 FREE = CodecCost(encode_a_s=0, encode_b_s_per_element=0, decode_a_s=0, decode_b_s_per_element=0)
 
 
@@ -84,15 +89,22 @@ def host_name(codec: CodecSpec | str) -> str:
 
 
 def codec_cost_of(costs: Mapping[str, CodecCost], codec: CodecSpec, *, on_host: bool = False) -> CodecCost:
-    """Return the cost under `str(codec)`, else under its name, else the typical one; "none" is free by default.
+    """Return the cost under `str(codec)`, else the first of these that is known:
 
-    on_host  the cost under `host_name` of either; no typical one then
+    1. between those of the next densities, linear in the logarithm of the density
+    2. under the codec's name
+    3. the typical one; "none" is free
 
-    Raises ConfigError if there is neither.
+    on_host  the cost under `host_name` of text or name; none of 1 and 3 then
+
+    Raises ConfigError if there is none.
     """
     names = [str(codec), codec.name]
     names = [host_name(name) for name in names] if on_host else names
-    cost = costs.get(names[0]) or costs.get(names[1])
+    cost = costs.get(names[0])
+    if cost is None and codec.density is not None and not on_host:
+        cost = _cost_at_density(costs, codec, codec.density)
+    cost = cost or costs.get(names[1])
     if cost is None and codec == NONE:
         return FREE
     if cost is None and not on_host and codec.record.typical_times is not None:
@@ -101,6 +113,23 @@ def codec_cost_of(costs: Mapping[str, CodecCost], codec: CodecSpec, *, on_host: 
         known = ", ".join(sorted(costs)) or "none"
         raise ConfigError(f"no measured time for codec {names[0]}; known: {known}; measure it first")
     return cost
+
+
+def _cost_at_density(costs: Mapping[str, CodecCost], codec: CodecSpec, density: float) -> CodecCost | None:
+    """Return the cost between those at the next densities, beyond them that of the nearest; None if there is none."""
+    own = f"{codec.name}:"
+    names = (name for name in costs if name.startswith(own) and not name.endswith(host_name("")))
+    timed = {CodecSpec.parse(name): costs[name].known() for name in names}
+    points = sorted(
+        (math.log(spec.density), seconds)
+        for spec, seconds in timed.items()
+        if spec.density is not None and spec.replace(density=density) == codec
+    )
+    if not points:
+        return None
+    logs, seconds = zip(*points, strict=True)
+    at = math.log(density)
+    return CodecCost(**{field: float(np.interp(at, logs, [one[field] for one in seconds])) for field in seconds[0]})
 
 
 def efficiency(gain: float, codec: CodecSpec) -> float:

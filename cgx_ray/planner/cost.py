@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cgx_ray.errors import ConfigError
@@ -55,11 +56,13 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """Nodes that all have the same number of ranks.
+    """Nodes, which need not have the same number of ranks.
 
-    between      link of a node to any other node, shared by its ranks
-    inside       link between two ranks of a node; needed if a node has several
-    device_sums  True if it is that of the node's GPUs, which sum without the host
+    between         link of a node to any other node, shared by its ranks
+    ranks_per_node  of the node with the fewest
+    inside          link between two ranks of a node; needed if a node has several
+    device_sums     True if it is that of the node's GPUs, which sum without the host
+    node_sizes      ranks of each node, ascending, if nodes differ; else empty
     """
 
     num_nodes: int
@@ -67,6 +70,7 @@ class Network:
     ranks_per_node: int = 1
     inside: Link | None = None
     device_sums: bool = False
+    node_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "ranks_per_node"):
@@ -74,13 +78,31 @@ class Network:
         for name, link in (("between", self.between), ("inside", self.inside)):
             if not isinstance(link, Link) and (name == "between" or link is not None):
                 raise ConfigError(f"link {name!r} is {link!r}; give a Link, such as Link.from_rates")
-        if self.inside is None and self.ranks_per_node > 1:
-            raise ConfigError(f"{self.ranks_per_node} ranks per node and no link inside one; give `inside`, a Link")
+        if self.node_sizes and (len(self.node_sizes), self.node_sizes[0]) != (self.num_nodes, self.ranks_per_node):
+            raise ConfigError(
+                f"node_sizes {self.node_sizes!r} are not those of {self.num_nodes} nodes, the smallest one of "
+                f"{self.ranks_per_node}; make the network by `Network.of_nodes`"
+            )
+        if self.inside is None and self.most_ranks > 1:
+            raise ConfigError(f"{self.most_ranks} ranks per node and no link inside one; give `inside`, a Link")
 
     @classmethod
     def flat(cls, num_workers: int, link: Link) -> Network:
         """Make a network with one rank per node."""
         return cls(num_nodes=num_workers, between=link)
+
+    @classmethod
+    def of_nodes(cls, sizes: Sequence[int], between: Link, inside: Link, *, device_sums: bool = False) -> Network:
+        """Make a network of nodes with `sizes` ranks."""
+        least = min(sizes)
+        return cls(
+            num_nodes=len(sizes),
+            between=between,
+            ranks_per_node=least,
+            inside=inside,
+            device_sums=device_sums,
+            node_sizes=tuple(sorted(sizes)) if max(sizes) > least else (),
+        )
 
     def slowed(self, factor: float) -> Network:
         """Return the network with `Link.slowed` links."""
@@ -89,11 +111,16 @@ class Network:
 
     @property
     def num_workers(self) -> int:
-        return self.num_nodes * self.ranks_per_node
+        return sum(self.node_sizes) or self.num_nodes * self.ranks_per_node
+
+    @property
+    def most_ranks(self) -> int:
+        """Ranks of the node with the most."""
+        return self.node_sizes[-1] if self.node_sizes else self.ranks_per_node
 
     def is_flat(self, intra: Intra) -> bool:
         """Return True if no work is done inside nodes under `intra`."""
-        return intra is Intra.FLAT or self.ranks_per_node == 1
+        return intra is Intra.FLAT or self.most_ranks == 1
 
     def needs_host(self, option: Option) -> bool:
         """Return True if the host must encode, sum and decode under `option`, wherever the gradients are."""
@@ -108,8 +135,8 @@ class Network:
     ) -> tuple[Terms, Terms]:
         """Return hops and bytes inside a node, and those between nodes at a node's link.
 
-        Arguments as in the function `terms`. A flat exchange counts between nodes if there are several; a node's
-        card then carries `SchemeCost.crossing` bytes per byte of one rank.
+        Arguments as in the function `terms`. A flat exchange counts between nodes if there are several; the card of the
+        largest node then carries `SchemeCost.crossing` bytes per byte of one rank.
         """
         if not self.is_flat(intra):
             return hierarchical_terms(
@@ -117,6 +144,7 @@ class Network:
                 intra,
                 num_nodes=self.num_nodes,
                 ranks_per_node=self.ranks_per_node,
+                most_ranks=self.most_ranks,
                 dense_bytes=dense_bytes,
                 wire_bytes=wire_bytes,
                 index_bytes=index_bytes,
@@ -124,7 +152,7 @@ class Network:
         hops, num_bytes = terms(scheme, self.num_workers, dense_bytes, wire_bytes, index_bytes)
         if self.num_nodes == 1:
             return (hops, num_bytes), (0.0, 0.0)
-        crossing = cost_of_scheme(scheme).crossing(self.num_workers, self.ranks_per_node)
+        crossing = cost_of_scheme(scheme).crossing(self.num_workers, self.most_ranks)
         return (0.0, 0.0), (hops, crossing * num_bytes)
 
 
@@ -157,6 +185,7 @@ def hierarchical_terms(
     *,
     num_nodes: int,
     ranks_per_node: int,
+    most_ranks: int = 0,
     dense_bytes: float,
     wire_bytes: float,
     index_bytes: float = 0,
@@ -171,19 +200,27 @@ def hierarchical_terms(
     group with one rank of every other node; together that is what one worker per node sends of the whole group. If all
     ranks have a card of their own, an L-th of these bytes crosses it.
 
+    If nodes have C to L ranks (`ranks_per_node`, `most_ranks`), C ranks of each carry a chunk of the group. Inside the
+    largest node a carrier gets (L-1)/C of the group, and ranks that carry nothing get all of it at the end.
+
     With one rank per node it is the flat scheme. Other arguments as in `terms`.
     """
     if intra is Intra.FLAT:
         raise ConfigError("intra flat is not hierarchical; ask `terms`, or give 'dense' or 'compressed'")
     check_exchange(ranks_per_node, dense_bytes, wire_bytes, index_bytes)
     hops, num_bytes = terms(scheme, num_nodes, dense_bytes, wire_bytes, index_bytes)
-    n, L = num_nodes, ranks_per_node
+    n, C, L = num_nodes, ranks_per_node, max(ranks_per_node, most_ranks)
     if L == 1:
         return (0.0, 0.0), (hops, num_bytes)
     if n > 1 and cost_of_scheme(scheme).is_vendor_ring:
         hops -= 2 * (n - 1) - 2  # 2 direct hops instead of those of the ring
     inside_bytes = dense_bytes if intra is Intra.DENSE else wire_bytes
-    return (2.0, 2 * (L - 1) / L * inside_bytes), (hops, num_bytes)
+    return (2.0, ((L - 1) / C + num_foreign(C, L) / C) * inside_bytes), (hops, num_bytes)
+
+
+def num_foreign(num_carriers: int, num_ranks: int) -> int:
+    """Return the chunks that a rank of a node gets from others: one less for carriers, if all ranks are."""
+    return num_carriers - (num_carriers == num_ranks)
 
 
 def check_exchange(num_workers: int, dense_bytes: float, wire_bytes: float, index_bytes: float = 0) -> None:

@@ -33,6 +33,8 @@ class Fidelity(StrEnum):
         return 1.01 if self is Fidelity.STRICT else 1.05
 
 
+# Least gain of codecs that a run may choose, unless its user gives another.
+USUAL_MIN_GAIN = 0.8
 # Difference of two efficiencies that no reader sees.
 ROUNDING = 5e-4
 # Loss over dense's of ranks that average every so many steps, of a small transformer, mean of one to four runs of 400

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from cgx_ray.plan import Intra, Option, Scheme
 from cgx_ray.planner.candidates import CodecCost
-from cgx_ray.planner.cost import Link, Network
+from cgx_ray.planner.cost import Link, Network, num_foreign
 from cgx_ray.planner.engine_cost import HOST_ENGINE, EngineCost
 from cgx_ray.planner.scheme_costs import Overlap, SchemeCost, Work, cost_of_scheme
 from cgx_ray.planner.timeline import Resource, Stage
@@ -99,10 +99,11 @@ def legs(
     engine  of the device that holds the gradients
     bus     as in `Measured`; read only where that device codes rows
 
-    Between nodes, a rank encodes and decodes its chunk, an L-th of the group. Inside a node, if compressed, it does the
-    work of one half of sra at either end. The link inside includes the time of sums in shared memory.
+    Between nodes, a rank encodes and decodes its chunk, a C-th of the group with C ranks or more on each node. Inside
+    a node, if compressed, it does the work of one half of sra at either end: the work of the rank that has the most of
+    it, on the node with the most ranks. The link inside includes the time of sums in shared memory.
     """
-    codec, n, L = option.codec, network.num_nodes, network.ranks_per_node
+    codec, n, C, L = option.codec, network.num_nodes, network.ranks_per_node, network.most_ranks
     engine = HOST_ENGINE if network.needs_host(option) else engine
     wire_bytes = codec.payload_bytes(numel, item_bytes)
     inside, between = network.terms(
@@ -139,10 +140,10 @@ def legs(
             inside[0] / 2, inside[1] / 2, encode, decode,
         )  # fmt: skip
 
-    foreign = (L - 1.0, (L - 1) * numel / L)
-    reduce = half("reduce", Work(encode=foreign, decode=foreign))
-    share = half("share", Work(encode=(1, numel / L), decode=(L, numel)))
-    return reduce, exchange(n, numel / L, wire_bytes / L, crosses=True), share
+    encoded, decoded = num_foreign(C, L), L - 1
+    work = Work(encode=(encoded, encoded * numel / C), decode=(decoded, decoded * numel / C))
+    reduce, share = half("reduce", work), half("share", Work(encode=(1, numel / C), decode=(C, numel)))
+    return reduce, exchange(n, numel / C, wire_bytes / C, crosses=True), share
 
 
 def _of_vendor(link: Link, window_bytes: int | None) -> Link:

@@ -58,7 +58,6 @@ class Measured:
     squared_errors
                  of qsgd by number of bits and by layer, in any unit; empty before they are measured
     error_excess error of bits in force over what was expected of them, 1 or more
-    gain_curve   gain of top-k by density; empty before it is measured
     max_period   longest period that may be chosen: 1 while gradients change fast
     """
 
@@ -73,7 +72,6 @@ class Measured:
     layer_errors: Mapping[str, LayerErrors] = field(default_factory=dict)
     squared_errors: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     error_excess: float = 1.0
-    gain_curve: Mapping[float, float] = field(default_factory=dict)
     bus: Link | None = None
     max_period: int = MAX_PERIOD
     engine: EngineCost = HOST_ENGINE

@@ -14,9 +14,10 @@ from cgx_ray.plan import BUILT_IN, MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, NONE, C
 from cgx_ray.planner.candidates import CodecCost, codec_options
 from cgx_ray.planner.cost import Link, Network, check_positive
 from cgx_ray.planner.engine_cost import HOST_ENGINE, EngineCost
-from cgx_ray.planner.fidelity import describe_kept
+from cgx_ray.planner.fidelity import Fidelity, codecs_of, describe_kept
 from cgx_ray.planner.joint import BestPlan, best_plan, best_round
 from cgx_ray.planner.models import ModelDescription
+from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.planner.prediction import Measured, predict
 from cgx_ray.units import format_seconds, parse_count, parse_rate, parse_seconds
 
@@ -27,6 +28,13 @@ MIN_SAVING = 0.01
 TYPICAL_GAINS: Mapping[str, float] = {
     text: gain for record in BUILT_IN.values() for text, gain in record.typical_gains.items()
 }
+
+
+def typical_gains(fidelity: Fidelity | str = Fidelity.STRICT) -> dict[str, float]:
+    """Return the typical gains of the codecs that a run may choose, by default or with another fidelity."""
+    codecs = map(str, codecs_of(fidelity, CANDIDATE_DENSITIES))
+    return {codec: TYPICAL_GAINS[codec] for codec in codecs if codec != str(NONE)}
+
 
 # Written by `cgx-ray profile` on one core of an AMD EPYC, the smallest times of four runs.
 TYPICAL_PROFILE = Path(__file__).parent / "typical_profile.json"

@@ -20,6 +20,7 @@ from cgx_ray.logs import show_lines
 from cgx_ray.monitors.plan_relay import POLL_TIMEOUT_S
 from cgx_ray.monitors.sample import Fault
 from cgx_ray.plan import Layer, Plan
+from cgx_ray.planner.candidates import CodecCosts
 from cgx_ray.session.attachment import Attachment, process
 from cgx_ray.session.calibrate import calibrate
 from cgx_ray.session.settings import Settings
@@ -51,11 +52,11 @@ class RaySession:
         self._state: dict[str, Any] | None = None
         self._has_read = False
 
-    def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int) -> Plan:
+    def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int, costs: CodecCosts) -> Plan:
         """Return the controller's newest plan, or a fresh one if it has none yet or does not answer."""
         fresh = self.settings.first_plan(layers, world_size, bucket_bytes)
         device = ray.train.torch.get_device()
-        registration = calibrate(self.settings, layers, fresh, device, step=self._restored_step())
+        registration = calibrate(self.settings, layers, fresh, device, costs, step=self._restored_step())
         while True:
             try:
                 plan: Plan = ray.get(self._controller.register.remote(registration), timeout=REGISTER_S)

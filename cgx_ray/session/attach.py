@@ -26,7 +26,7 @@ from cgx_ray.engine.loss_scale import Scaler
 from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
 from cgx_ray.errors import CGXError, ConfigError, unknown
 from cgx_ray.logs import show_lines
-from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme
+from cgx_ray.plan import CodecSpec, Plan, Scheme
 from cgx_ray.session import ddp
 from cgx_ray.session.agree import GatheredGroup, agree_on_settings, watch
 from cgx_ray.session.attachment import Attachment, own_groups, process
@@ -244,7 +244,7 @@ def _attach(
                 control = make_control(settings, folder, model, world.gather)
                 undo.callback(control.close)
             session = control or (process.session if asks_controller else None)
-            make_engine = _engine_maker(model, session.first_plan if session is not None else settings.first_plan)
+            make_engine = _engine_maker(model, session.first_plan if session is not None else None)
             engine, detach = make_engine(model, plan, settings, parameters, scaler, world, lifeline, groups)
             attachment = Attachment(engine, groups, detach, lifeline, model, control)
             undo.callback(attachment.close)
@@ -303,7 +303,7 @@ def _is_fsdp2(model: nn.Module) -> bool:
     return hasattr(model, "set_custom_reduce_scatter")
 
 
-def _engine_maker(model: nn.Module, first_plan: Callable[[Sequence[Layer], int, int], Plan]) -> EngineMaker:
+def _engine_maker(model: nn.Module, first_plan: Callable[..., Plan] | None) -> EngineMaker:
     """Return the `make_engine` for the kind of `model`."""
     if _is_fsdp2(model):
         from cgx_ray.session import fsdp  # noqa: PLC0415 - it imports FSDP2

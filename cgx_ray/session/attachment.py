@@ -27,6 +27,7 @@ from cgx_ray.errors import ConfigError, PlanError
 from cgx_ray.monitors.endpoint import Endpoint
 from cgx_ray.monitors.sample import Fault, StepSample
 from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Layer, Plan, Scheme
+from cgx_ray.planner.candidates import CodecCosts
 from cgx_ray.session.explore import CANDIDATES, Exploration, Stateful, explore
 from cgx_ray.session.own_folder import OwnFolder
 from cgx_ray.session.served_metrics import ServedMetrics
@@ -52,8 +53,8 @@ class Session(Protocol):
 
     settings: Settings
 
-    def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int) -> Plan:
-        """Return the plan to start with, where a bucket of DDP has `bucket_bytes`. Called on rank 0 only."""
+    def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int, costs: CodecCosts) -> Plan:
+        """Return the plan to start with, on rank 0. `bucket_bytes`: of DDP's buckets; `costs`: see `slowest`."""
 
     def start(self, attachment: Attachment) -> None:
         """Restore the state in a checkpoint, then carry plans in and samples out until `attachment` is closed.

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from cgx_ray.codecs import Codec, make_codec
 from cgx_ray.codecs.codec import HOST, PayloadRow
-from cgx_ray.codecs.gain import squared_error
+from cgx_ray.codecs.gain import NUM_TOP, norm_of_largest, squared_error
 from cgx_ray.control.history import Registration
 from cgx_ray.control.policies.adaptive import Adaptive
-from cgx_ray.control.policies.paper_policies import Flexible
-from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme, options_of
+from cgx_ray.control.policies.paper_policies import ByteComp
+from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Layer, Plan, Scheme, options_of
 from cgx_ray.planner.bits import QSGD, LayerErrors
-from cgx_ray.planner.candidates import CodecCost, host_name
+from cgx_ray.planner.candidates import CodecCost, CodecCosts, host_name
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.engine_cost import HOST_ENGINE
 from cgx_ray.planner.profile import fit_cost
@@ -92,46 +92,58 @@ BUS_NUMELS = (1 << 10, 1 << 22)
 
 
 def calibrate(
-    settings: Settings, layers: Sequence[Layer], first_plan: Plan, device: torch.device, *, step: int = 0
+    settings: Settings,
+    layers: Sequence[Layer],
+    first_plan: Plan,
+    device: torch.device,
+    costs: CodecCosts,
+    *,
+    step: int = 0,
 ) -> Registration:
     """Measure what the control loop needs to know of `device`, which holds the gradients; return its registration.
 
-    step  that the ranks begin with
+    costs  as `slowest` returns them
+    step   that the ranks begin with
     """
-    costs = measure_codecs(settings, device)
-    host_costs, bus = measure_offload(settings, device)
     return Registration(
         layers=tuple(layers),
         first_plan=first_plan,
-        codec_costs=costs | host_costs,
+        codec_costs=costs,
         # On a CPU codecs take the cores that backward runs on.
         encodes_on="backward" if device == HOST else "device",
-        bus=bus,
+        bus=measure_bus(device) if may_offload(settings, device) else None,
         engine=HOST_ENGINE if device == HOST or not settings.decides else measure_engine(device),
         step=step,
     )
 
 
 def measure_codecs(settings: Settings, device: torch.device) -> dict[str, CodecCost]:
-    """Return the time of every codec of `Settings.timed_codecs` on `device`, which holds the gradients, by its text.
+    """Return the time of every codec of `Settings.timed_codecs` on this rank, by its text.
 
-    `Flexible` may choose other densities of top-k, so one of them stands for all, by name.
+    device  that holds the gradients. Where plans may offload codecs from it, also the times on the host, by `host_name`
     """
     costs = {str(codec): measure_codec(codec, device=device) for codec in settings.timed_codecs()}
-    if isinstance(settings.policy, Flexible):
-        costs["topk"] = costs[str(settings.policy.timed_codecs[-1])]
+    if may_offload(settings, device):
+        costs |= {host_name(codec): measure_codec(codec) for codec in settings.timed_codecs()}
     return costs
 
 
-def measure_offload(settings: Settings, device: torch.device) -> tuple[dict[str, CodecCost], Link | None]:
-    """Return codec times on the host, by their names there, and the bus, if plans may offload codecs from `device`.
+def slowest(costs: Sequence[CodecCosts]) -> dict[str, CodecCost]:
+    """Return the times of each codec on the rank where a usual group takes longest: all others wait for it.
 
-    That is if it is no host, and the policy is `Adaptive`; others do not offload.
+    costs  by rank, of the same codecs as on the first rank, or none
     """
-    if device.type == "cpu" or not isinstance(settings.policy, Adaptive):
-        return {}, None
-    costs = measure_codecs(settings, HOST)
-    return {host_name(codec): cost for codec, cost in costs.items()}, measure_bus(device)
+    numel = DEFAULT_GROUP_BYTES // 4
+
+    def group_s(cost: CodecCost) -> float:
+        return cost.encode_s(1, numel) + cost.decode_s(1, numel)
+
+    return {codec: max((one[codec] for one in costs if one), key=group_s) for codec in costs[0]}
+
+
+def may_offload(settings: Settings, device: torch.device) -> bool:
+    """Return whether plans may offload codecs from `device`: if it is no host, and the policy may choose that."""
+    return device.type != "cpu" and isinstance(settings.policy, Adaptive | ByteComp)
 
 
 def measure_bus(device: torch.device) -> Link:
@@ -227,9 +239,11 @@ def measure_errors(
     errors = {}
     for index, name in enumerate(gradients[0]):
         steps = [gradient[name] for gradient in gradients]
+        sum_N = torch.stack(steps).sum(0)
         errors[name] = LayerErrors(
             numel=steps[0].numel(),
             norm=math.sqrt(sum(float(grad_N.double().square().sum()) for grad_N in steps)),
+            top_norm=float(norm_of_largest(sum_N, NUM_TOP)),
             squared_errors={
                 bits: sum(
                     squared_error(make_codec(codec.replace(bits=bits)), grad_N, ops.message_key(0, step, index, 0, 0))

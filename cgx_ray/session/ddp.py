@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ray.codecs.codec import HOST
 from cgx_ray.collectives import Transport
-from cgx_ray.collectives.transport.gathered import Gatherer, as_own
+from cgx_ray.collectives.transport.gathered import Gatherer
 from cgx_ray.collectives.transport.lifeline import Lifeline
 from cgx_ray.collectives.transport.vendor_group import VendorGroup
 from cgx_ray.engine.counted import MAX_MEASURING
@@ -20,11 +20,13 @@ from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.engine.layers import averaged_parameters, layers_of, sparse_modules
 from cgx_ray.engine.loss_scale import LossScale, Scaler
-from cgx_ray.errors import CGXError, ConfigError, listed
+from cgx_ray.errors import ConfigError, listed
 from cgx_ray.plan import CodecSpec, Layer, Plan
+from cgx_ray.planner.candidates import CodecCosts
 from cgx_ray.runtime_ext.streams import streams_of
 from cgx_ray.session.agree import GatheredGroup, agree, connect
 from cgx_ray.session.attachment import process
+from cgx_ray.session.calibrate import measure_codecs, slowest
 from cgx_ray.session.inside import measure_inside
 from cgx_ray.session.nccl import inside_group, nccl_group
 from cgx_ray.session.settings import Settings
@@ -40,34 +42,29 @@ def make_engine(
     world: GatheredGroup,
     lifeline: Lifeline,
     groups: list[dist.ProcessGroup],
-    first_plan: Callable[[Sequence[Layer], int, int], Plan],
+    first_plan: Callable[[Sequence[Layer], int, int, CodecCosts], Plan] | None,
 ) -> tuple[Engine, Callable[[], None]]:
     """Return an engine at work behind `model`, and a function that removes the hooks from its parameters.
 
     The arguments that are not listed are those of `attach`.
 
-    world       of all ranks
+    world       of all ranks, whose `gather.sharing_errors` this is called in
     lifeline    watches all ranks
     groups      gets the group made here, which goes with the attachment
-    first_plan  makes the plan from layers, world size and bytes of a bucket if `plan` is None; called on rank 0 only
+    first_plan  as in `Session`, makes the plan if `plan` is None; without it the settings do
 
-    Raises ConfigError or PlanError, on all ranks.
+    Raises ConfigError or PlanError.
     """
-    layers: list[Layer] = []
-    offer: str | CGXError | None
-    try:
-        if parameters is not None:
-            raise ConfigError("DDP gathers no parameters; leave `parameters` out, or shard the model with fully_shard")
-        layers, loss_scale = _check_model(model), LossScale(averaged_parameters(model), scaler)
-        if plan is None and dist.get_rank() == 0:
-            assert isinstance(model, DistributedDataParallel)
-            plan = first_plan(layers, dist.get_world_size(), model.bucket_bytes_cap)
-        offer = plan.to_json() if plan is not None else None
-    except Exception as error:  # noqa: BLE001 - raised again by `agree`, on all ranks
-        offer = as_own(error)
-    plan = agree(layers, offer, world.gather)
-    device = next((parameter.device for parameter in averaged_parameters(model).values()), HOST)
+    if parameters is not None:
+        raise ConfigError("DDP gathers no parameters; leave `parameters` out, or shard the model with fully_shard")
+    layers, loss_scale = _check_model(model), LossScale(averaged_parameters(model), scaler)
     assert isinstance(model, DistributedDataParallel)
+    device = next((parameter.device for parameter in averaged_parameters(model).values()), HOST)
+    costs = world.gather(measure_codecs(settings, device) if plan is None and first_plan is not None else {})
+    if plan is None and dist.get_rank() == 0:
+        args = layers, dist.get_world_size(), model.bucket_bytes_cap
+        plan = settings.first_plan(*args) if first_plan is None else first_plan(*args, slowest(costs))
+    plan = agree(layers, plan.to_json() if plan is not None else None, world.gather)
     cuda_group = nccl_group(model, device, world.gather, settings.timeout_s)
     if cuda_group is not None:
         groups.append(cuda_group)
@@ -125,6 +122,7 @@ def _start_engine(
             seed=settings.seed,
             candidates=settings.chosen_policy.gain_codecs,
             by_layer=settings.codecs_by_layer() if transport.rank < MAX_MEASURING else (),
+            sums_layers=settings.chosen_policy.max_error is not None,
             device=device,
             inside=measure_inside(local, device) if local is not None and is_planned_with else None,
             judged_together=loss_scale.judged_together,

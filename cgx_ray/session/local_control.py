@@ -48,6 +48,7 @@ from cgx_ray.monitors.node_metrics import NodeMetrics
 from cgx_ray.monitors.node_monitor import NodeMonitor
 from cgx_ray.monitors.sample import Fault, NodeSample, StepSample, node_steps
 from cgx_ray.plan import Layer, Plan, is_known_everywhere
+from cgx_ray.planner.candidates import CodecCosts
 from cgx_ray.session.calibrate import calibrate
 from cgx_ray.session.settings import Settings, make_policy
 
@@ -166,10 +167,10 @@ class LocalControl:
         self._ending = threading.Event()
         self._carrier = threading.Thread(target=self._carry, name="cgx-ray-carrier", daemon=True)
 
-    def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int) -> Plan:
+    def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int, costs: CodecCosts) -> Plan:
         """Start the loop's process; return the plan to start with. Called on rank 0 only."""
         fresh = self.settings.first_plan(layers, world_size, bucket_bytes)
-        registration = calibrate(self.settings, layers, fresh, self._device)
+        registration = calibrate(self.settings, layers, fresh, self._device, costs)
         # It has times of the monotonic clock, which begins at 0 with each start of a machine.
         snapshot = self._folder / "controller" / Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         start = LoopStart(

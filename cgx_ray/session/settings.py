@@ -33,7 +33,7 @@ from cgx_ray.plan import (
     is_known_everywhere,
     make_plan,
 )
-from cgx_ray.planner.bits import QSGD, bits_of
+from cgx_ray.planner.bits import bits_of
 
 TRANSPORTS = ("tcp", "gloo")
 # Steps between two comparisons of the weights: hashing 1 GB of them takes 0.1 s, which is 0.2 % of steps of 0.1 s.
@@ -82,12 +82,14 @@ def is_timeout(timeout_s: object) -> bool:
 class Settings:
     """Settings that all workers of a run share. Raises ConfigError on a value that is not allowed.
 
-    policy          an `Adaptive`, `Static`, `Cgx`, `Flexible`, or a `Policy` of your own; or a name. "adaptive": start
-                    dense, measure, decide, and decide again when the network changes. "static": one option for the
-                    whole run. "cgx" and "flexible": as these papers decide; they do not promise to be no slower than
-                    dense. Or a name that an installed package offers, see `control.policies.named_policies`. The
-                    environment variable CGX_POLICY replaces a policy of another kind: "off", "static" or "adaptive"
-    codec, scheme, intra, period, fidelity, candidates, min_gain, review_s, periods, max_loss, method, alpha, densities
+    policy          an object of `cgx_ray.policies`, or a `Policy` of your own; or a name. "adaptive": start dense,
+                    measure, decide, and decide again when the network changes. "static": one option for the whole
+                    run. "cgx", "flexible", "cupcake" and "bytecomp": as these papers decide; they do not promise to be
+                    no slower than dense. Or a name that an installed package offers, see
+                    `control.policies.named_policies`. The environment variable CGX_POLICY replaces a policy of another
+                    kind: "off", "static" or "adaptive"
+    codec, scheme, intra, period, fidelity, candidates, min_gain, review_s, periods, max_loss, method, alpha, bits,
+    bucket_size, densities, prices
                     arguments of a policy that is given by its name: policy="static", codec="bf16" is Static("bf16").
                     They are not kept: `policy` is the policy that they make
     overrides       layer rules that every plan of every policy keeps: codecs, options, or tuples of codec, scheme and
@@ -131,7 +133,10 @@ class Settings:
     max_loss: InitVar[float | None] = None
     method: InitVar[str | None] = None
     alpha: InitVar[float | None] = None
+    bits: InitVar[Sequence[int] | None] = None
+    bucket_size: InitVar[int | None] = None
     densities: InitVar[Sequence[float] | None] = None
+    prices: InitVar[str | None] = None
     overrides: Mapping[str, Given] | None = None
     exclude: tuple[str, ...] = ()
     group_bytes: int | None = None
@@ -178,7 +183,8 @@ class Settings:
 
     def codecs_by_layer(self) -> tuple[CodecSpec, ...]:
         """Return the codecs whose errors the policy needs by layer: qsgd with each number of bits to choose from."""
-        return tuple(QSGD.replace(bits=bits) for bits in bits_of(self.chosen_policy.timed_codecs))
+        policy = self.chosen_policy
+        return tuple(policy.codec_by_layer.replace(bits=bits) for bits in bits_of(policy.timed_codecs))
 
     def _check_codecs(self) -> None:
         """Raise ConfigError if the process that decides would not know a codec that it may choose."""

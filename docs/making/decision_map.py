@@ -9,19 +9,19 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from cgx_ray.commands.plan.plan_tables import main_option
-from cgx_ray.plan import DENSE
+from cgx_ray.plan import DENSE, NONE
 from cgx_ray.planner.cost import Link
+from cgx_ray.planner.fidelity import USUAL_MIN_GAIN
 from cgx_ray.planner.joint import BestPlan
 from cgx_ray.planner.models import load_model
 from cgx_ray.planner.profile import load_profile
-from cgx_ray.planner.scenario import TYPICAL_GAINS, TYPICAL_PROFILE, Scenario, make_network
+from cgx_ray.planner.scenario import TYPICAL_PROFILE, Scenario, make_network, typical_gains
 from cgx_ray.report.style import DENSE_COLOR, GREEN, INK, ORANGE, PURPLE, SKY, new_figure, save_figure
 
 PICTURE = Path(__file__).resolve().parents[1] / "img" / "decision-map.png"
 BANDWIDTHS_GBPS = np.geomspace(0.1, 50, 14)
 LATENCIES_MS = np.geomspace(0.02, 5, 9)
-_NAMES = {"none": "uncompressed", "bf16": "bf16", "qsgd": "qsgd, 4 bits", "topk": "top-k"}
-_COLORS = {"none": ORANGE, "bf16": GREEN, "qsgd": SKY, "topk": PURPLE}
+_COLORS = {"uncompressed": ORANGE, "bf16": GREEN, "qsgd 4-bit": SKY, "qsgd 3-bit": PURPLE}
 
 
 def solve(bandwidth_gbps: float, latency_ms: float) -> BestPlan:
@@ -33,8 +33,8 @@ def solve(bandwidth_gbps: float, latency_ms: float) -> BestPlan:
         network=make_network(8, 1, link, link),
         compute_s=0.1,
         codec_costs={codec: cost for codec, cost in costs.items() if codec != "none"},
-        gain=TYPICAL_GAINS,
-        min_gain=0.8,
+        gain=typical_gains(),
+        min_gain=USUAL_MIN_GAIN,
     ).solve()
 
 
@@ -46,8 +46,9 @@ def draw(answers: list[list[BestPlan]]) -> Figure:
     for y, row in enumerate(answers):
         for x, answer in enumerate(row):
             option = main_option(answer.best)
-            name = "dense, as plain DDP" if option == DENSE else _NAMES[option.codec.name]
-            seen[name] = color = DENSE_COLOR if option == DENSE else _COLORS[option.codec.name]
+            name = "uncompressed" if option.codec == NONE else option.codec.describe()
+            name, color = ("dense, as plain DDP", DENSE_COLOR) if option == DENSE else (name, _COLORS[name])
+            seen[name] = color
             axes.add_patch(Rectangle((x, y), 1, 1, facecolor=color, alpha=0.5, edgecolor="white"))
             text = f"{answer.speedup:.1f}x" if option == DENSE else f"{answer.speedup:.1f}x\n{option.scheme}"
             axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=7.5, color=INK)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cgx_ray.commands.plan.question import INSIDE_BANDWIDTH, INSIDE_LATENCY, read_question
+from cgx_ray.planner.fidelity import USUAL_MIN_GAIN, Fidelity
 from cgx_ray.planner.scenario import Scenario
 from cgx_ray.units import format_seconds
 
@@ -30,8 +31,9 @@ def scenario(model: str, bandwidth: str) -> Scenario:
         gpu="a10",
         batch=BATCHES[model],
         profile=None,
+        fidelity=Fidelity.STRICT,
         gains=(),
-        min_gain=0.8,
+        min_gain=USUAL_MIN_GAIN,
         period="1",
         price=None,
         samples_per_epoch=None,

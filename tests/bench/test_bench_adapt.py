@@ -19,6 +19,7 @@ from bench.adapt.cases import CASES
 from bench.adapt.measure import measure_adapt
 from bench.adapt.papers import compare_papers, paper_rows
 from bench.shared.simulated_cluster import WORLD, ClusterErrors, ClusterState, SimulatedCluster
+from cgx_ray.control.policies.paper_policies import ByteComp, Cupcake
 from cgx_ray.plan import DENSE, make_plan
 from cgx_ray.planner.prediction import groups_of, predict
 
@@ -117,3 +118,12 @@ def test_papers_are_compared_on_the_same_schedule_and_the_reasons_multiply_to_th
         assert step is not None
         assert progress is not None
         assert ratio == pytest.approx(step / progress)
+
+
+@pytest.mark.parametrize("policy", [Cupcake(), ByteComp()])
+def test_searched_groups_of_papers_hold_every_layer_once(policy: Cupcake | ByteComp) -> None:
+    case = CASES[0]
+    truth = SimulatedCluster(case.model, case.costs, case.gain, NO_ERRORS, seed=0).truth(ClusterState(gbps=0.2))
+    plan = predict(truth, policy.groups(truth)).plan(version=1, world_size=WORLD)
+    plan.check(case.model.layers, WORLD)
+    assert any(group.option.codec.name == "qsgd" for group in plan.groups)

@@ -116,6 +116,7 @@ def measured() -> Measured:
         layer.name: LayerErrors(
             numel=layer.numel,
             norm=layer.numel**0.5,
+            top_norm=10.0,
             squared_errors={bits: layer.numel * 4.0**-bits for bits in WIDTHS},
         )
         for layer in work.layers

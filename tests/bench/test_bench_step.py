@@ -175,7 +175,7 @@ def test_the_planner_gets_the_time_without_exchange_and_plans_less_than_dense():
     costs = {codec: FREE for codec in ("bf16", "qsgd", "topk")}
     measured = layers.measured(link=LINK, codec_costs=costs, compute_s=0.03)
     assert measured.backward_s == pytest.approx((0.02, 0.01))
-    plan = plan_of("typical", measured)
+    plan = plan_of("joint", measured)
     dense = make_plan(layers.layers, version=0, world_size=4)
     assert predicted_s(measured, plan) < predicted_s(measured, dense)
 

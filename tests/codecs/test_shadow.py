@@ -45,7 +45,8 @@ def run_feedback(spec: CodecSpec, steady: float, num_ranks: int, choice: str) ->
     for step in range(num_steps):
         residual_RN += torch.stack([next(source) for source in sources])
         before_R = residual_RN.double().square().sum(1)
-        root = step % num_ranks if choice == "star" else int(before_R.argmax())
+        top_R = residual_RN.abs().topk(num_kept, dim=1).values.square().sum(1)
+        root = step % num_ranks if choice == "star" else int(top_R.argmax())
         for rank, own_N in enumerate(residual_RN):
             if choice == "own":
                 own_N[own_N.abs().topk(num_kept).indices] = 0

@@ -257,8 +257,10 @@ def _topk_averages(rank: int, scheme: str) -> torch.Tensor:
 
 
 def _unequal(rank: int) -> list[torch.Tensor]:
-    """Return gradients of three ranks, of which rank 1 has the largest."""
-    return [(1 + rank % 2) * grad for grad in noise(rank, *SHAPES)]
+    """Return gradients of three ranks: rank 1 has the largest top-k elements, rank 2 the largest norm of all."""
+    if rank < 2:
+        return [(1 + rank) * grad for grad in noise(rank, *SHAPES)]
+    return [grad.sign() * 2.5 + 0.01 * grad for grad in noise(rank, *SHAPES)]
 
 
 @pytest.mark.parametrize("scheme", ["allgather", "artopk_ring", "artopk_ring_var", "artopk_tree", "artopk_tree_var"])
@@ -267,7 +269,7 @@ def test_topk_averages_the_largest_elements(scheme: str) -> None:
     num_kept = CodecSpec(name="topk", density=0.05).num_kept(inputs_RN.shape[1])
     kept_RN = torch.zeros_like(inputs_RN)
     for rank, input_N in enumerate(inputs_RN):
-        # At step 0 AR-Topk uses the indices of rank 0, with VAR those of the largest gradient.
+        # At step 0 AR-Topk uses the indices of rank 0, with VAR those of the largest elements.
         chosen = input_N if scheme == "allgather" else inputs_RN[1 if scheme.endswith("var") else 0]
         index_K = chosen.abs().topk(num_kept).indices
         kept_RN[rank, index_K] = input_N[index_K]

@@ -118,7 +118,7 @@ def _attach(rank: int, shared_memory: bool) -> tuple[bool, list[int]]:
     class Session:
         settings = Settings(policy="static", shared_memory=shared_memory)
 
-        def first_plan(self, layers: Any, world_size: int, bucket_bytes: int) -> cgx_ray.Plan:
+        def first_plan(self, layers: Any, world_size: int, bucket_bytes: int, costs: Any) -> cgx_ray.Plan:
             return self.settings.first_plan(layers, world_size, bucket_bytes)
 
         def start(self, attachment: cgx_ray.Attachment) -> None: ...

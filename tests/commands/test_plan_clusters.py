@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "clusters.yaml"
 GIVEN: dict[str, Any] = {
     "model": "resnet18", "batch": 32, "gpu": None, "throughput": None, "step_time": "50ms", "profile": None,
-    "gains": (), "min_gain": 0.8, "period": "1", "samples_per_epoch": 6400,
+    "fidelity": "strict", "gains": (), "min_gain": 0.8, "period": "1", "samples_per_epoch": 6400,
 }  # fmt: skip
 TWO = """
 - name: cheap

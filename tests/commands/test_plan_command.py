@@ -11,13 +11,16 @@ import pytest
 from click.testing import CliRunner
 
 from cgx_ray.cli import main
+from cgx_ray.commands.plan.plan import plan as plan_command
 from cgx_ray.commands.plan.plan_picture import draw_answer
 from cgx_ray.commands.plan.question import compute_time
+from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Plan
 from cgx_ray.planner.candidates import CodecCost, codec_cost_of
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.engine_cost import HOST_ENGINE
+from cgx_ray.planner.fidelity import Fidelity
 from cgx_ray.planner.models import load_model
 from cgx_ray.planner.profile import Profile, load_profile, save_profile
 from cgx_ray.planner.scenario import (
@@ -27,6 +30,7 @@ from cgx_ray.planner.scenario import (
     Scenario,
     make_network,
     parse_sweep,
+    typical_gains,
 )
 
 THREAD_S = HOST_ENGINE.thread_s
@@ -113,7 +117,7 @@ def test_picture_has_a_bar_for_all_work_and_the_swept_times() -> None:
         network=make_network(8, 2, LAN, LAN),
         compute_s=0.05,
         codec_costs=load_profile(TYPICAL_PROFILE).codec_costs,
-        gain=TYPICAL_GAINS,
+        gain=typical_gains(),
         min_gain=0.8,
     )
     sweep = parse_sweep("bandwidth=1..10gbps", num_points=3)
@@ -185,18 +189,29 @@ def test_typical_profile_has_a_time_for_all_codecs_with_typical_gains() -> None:
 
 def test_a_gain_adds_a_codec_or_changes_what_one_keeps() -> None:
     assert "qsgd 2-bit" in answer(gain="qsgd:bits=2=0.99")["options"]
-    found = answer(gain="qsgd=0.5", **{"min-gain": "0.9"})
-    assert "qsgd" not in found["options"]
-    (line,) = (line for line in found["assumptions"] if "qsgd" in line)
+    found = answer(gain="qsgd=0.5", fidelity="fast", **{"min-gain": "0.9"})
+    assert "4-bit" not in found["options"]
+    (line,) = (line for line in found["assumptions"] if "left out" in line)
     assert line.startswith("qsgd 4-bit, topk 10 %, "), line
     assert line.endswith("left out: they keep less than 0.9 (--min-gain)"), line
+
+
+def test_candidates_and_least_gain_are_those_of_a_run() -> None:
+    for fidelity in Fidelity:
+        candidates = {str(option.codec) for option in Adaptive(fidelity=fidelity).options}
+        assert typical_gains(fidelity).keys() == candidates - {"none"}
+    usual = {option.name: option.default for option in plan_command.params}
+    assert (usual["fidelity"], usual["min_gain"]) == (Adaptive().fidelity, Adaptive().min_gain)
+    slow = {"bandwidth": "10mbps"}
+    assert "qsgd 3-bit" in answer(**slow)["options"]
+    assert "qsgd 2-bit" in answer(fidelity="balanced", **slow)["options"]
 
 
 def test_codecs_without_room_for_the_largest_layer_are_named(tmp_path: Path) -> None:
     model = write(tmp_path / "large.csv", "name,shape,forward_macs\nhuge,65536x65536,1\nsmall,64x64,1\n")
     found = answer(model=model)
     line = next(line for line in found["assumptions"] if "huge has 4,294,967,296" in line)
-    assert line.startswith("bf16, topk 10 %, "), line
+    assert line.startswith("bf16 left out: "), line
     assert "qsgd" not in line, "4.25 bits an element are 2.3 GB"
     Plan.from_json(json.dumps(found["plan"])).check(load_model(model).layers, 4)
 

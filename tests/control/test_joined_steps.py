@@ -12,11 +12,12 @@ from support.control_runs import LAYERS, WORLD, FakeTraining, start
 
 from cgx_ray.collectives.transport.greeting import greeted
 from cgx_ray.control.joined_steps import JoinedStep, StepJoiner, join
-from cgx_ray.control.learned.measured import layer_times
+from cgx_ray.control.learned.measured import layer_times, network_of
 from cgx_ray.control.network.link_estimate import PassiveLink
 from cgx_ray.engine.counted import FEWER, MAX_BURSTS, MAX_REPORTING, counted_bursts, counted_lags, counted_peers
 from cgx_ray.monitors.sample import ROTATION_STEPS, Burst, NodeStep, StepSample, counted_offsets, node_steps
 from cgx_ray.plan import CodecSpec, GroupPlan, Layer, Plan, Scheme, make_plan
+from cgx_ray.planner.cost import Link, Network
 
 
 def test_bursts_count_for_the_node_whose_link_its_ranks_share(tmp_path: Path) -> None:
@@ -27,8 +28,26 @@ def test_bursts_count_for_the_node_whose_link_its_ranks_share(tmp_path: Path) ->
         (joined,) = StepJoiner(WORLD).add_node_steps(node_steps(samples), 0.0)
         assert joined.traffic.bursts[1] == (Burst(1000 * factor, 0.1),)
         assert joined.num_local == num_local
-    odd = [replace(run.sample(rank), num_local=1 + (rank > 0) * 2) for rank in range(WORLD)]
-    assert StepJoiner(WORLD).add_node_steps(node_steps(odd), 0.0)[0].num_local == 1
+        assert joined.node_sizes == (num_local,) * (WORLD // num_local)
+
+
+def test_nodes_with_different_numbers_of_ranks_are_known_by_their_sizes(tmp_path: Path) -> None:
+    run = start(tmp_path)
+
+    def odd(rank: int) -> tuple[NodeStep, ...]:
+        sample = replace(run.sample(rank), num_local=1 + 2 * (rank > 0), bursts=(Burst(1000, 0.1),))
+        return node_steps([sample])
+
+    joined = join([*odd(0), *odd(1), *odd(2), *odd(3)], WORLD)
+    assert joined.node_sizes == (1, 3)
+    assert [joined.traffic.bursts[rank][0].num_bytes for rank in range(WORLD)] == [1000, 3000, 3000, 3000]
+    assert join([*odd(0), *odd(3)], WORLD).node_sizes == (1, 3)
+    # Without the only rank of a node nobody knows that it is one.
+    assert join([*odd(1), *odd(2), *odd(3)], WORLD).node_sizes == (1, 1, 1, 1)
+    between, inside = (Link.from_rates(bandwidth_gbps=gbps, latency_ms=0.1) for gbps in (1, 100))
+    assert network_of(joined.node_sizes, between, inside) == Network.of_nodes((3, 1), between, inside)
+    assert network_of((4,), between, inside) == network_of((1, 1, 1, 1), between, None) == Network.flat(4, between)
+    assert network_of((2, 2), between, inside) == Network(num_nodes=2, ranks_per_node=2, between=between, inside=inside)
 
 
 def test_steps_join_when_the_last_rank_reports_and_the_shortest_transfer_counts(tmp_path: Path) -> None:

@@ -15,18 +15,21 @@ from cgx_ray.control.gains.known_losses import KnownLosses, lost_share
 from cgx_ray.control.joined_steps import JoinedStep, join
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.policies.paper_policies import Cgx, Flexible, PaperPolicy
+from cgx_ray.control.policies.paper_policies import ByteComp, Cgx, Cupcake, Flexible, PaperPolicy
 from cgx_ray.errors import ConfigError
-from cgx_ray.monitors.sample import CURVE_DENSITIES, LayerError, node_steps
-from cgx_ray.plan import CodecSpec, Plan, Scheme
+from cgx_ray.monitors.sample import LayerError, node_steps
+from cgx_ray.plan import DENSE, CodecSpec, Plan
 from cgx_ray.planner.bits import WIDTHS, BitsProblem, LayerErrors
-from cgx_ray.planner.cost import Link, Network, terms
+from cgx_ray.planner.candidates import CodecCost, host_name
+from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.papers import flexible
 from cgx_ray.planner.papers.cgx import METHODS, layer_bits
+from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.planner.prediction import Measured
 from cgx_ray.session.settings import Settings, make_policy
 
 COSTS = {"qsgd": COST, "topk": COST}
+GAIN = {str(CodecSpec(name="topk", density=density)): density**0.3 for density in CANDIDATE_DENSITIES}
 
 
 def start(folder: Path, policy: PaperPolicy, **rules: Any) -> MeteredTraining:
@@ -34,6 +37,7 @@ def start(folder: Path, policy: PaperPolicy, **rules: Any) -> MeteredTraining:
     loop.register(registration(first_plan=Settings(**rules).first_plan(LAYERS, WORLD, 1 << 40), codec_costs=COSTS))
     run = MeteredTraining(loop)
     run.step = 1
+    run.gain = dict(GAIN)
     run.error = {"embed": 0.02, "head": 0.02}
     return run
 
@@ -64,6 +68,23 @@ def test_cgx_gives_few_bits_where_errors_are_small_and_chooses_again_every_perio
         assert after["embed"].bits == 2
 
 
+def test_cgx_chooses_among_the_bits_and_with_the_bucket_size_that_it_is_given(tmp_path: Path) -> None:
+    settings = Settings(policy="cgx", method="dp", bits=(5, 2), bucket_size=64)
+    assert settings.chosen_policy == Cgx(method="dp", bits=(2, 5), bucket_size=64)
+    assert list(map(str, settings.codecs_by_layer())) == ["qsgd:bits=2,bucket_size=64", "qsgd:bits=5,bucket_size=64"]
+    run = start(tmp_path, Cgx(method="dp", bits=(2, 5), bucket_size=64))
+    run.error = {"embed": 0.04, "head": 0.0001}
+    run.run(60)
+    chosen = codecs(run.loop.plans[-1])
+    assert {name: str(chosen[name]) for name in run.error} == {
+        "embed": "qsgd:bits=5,bucket_size=64",
+        "head": "qsgd:bits=2,bucket_size=64",
+    }
+    for bits, says in {(2, 3): "4 or more", (): "such as", 4: "such as", (4, 9): "bits 9", ("4",): "bits '4'"}.items():
+        with pytest.raises(ConfigError, match=says):
+            Cgx(bits=bits)  # type: ignore[arg-type]
+
+
 def test_errors_of_bits_that_were_not_measured_yet_follow_from_the_nearest() -> None:
     losses = KnownLosses(LAYERS)
     layer_errors = losses.layer_errors
@@ -92,6 +113,7 @@ def test_bits_keep_the_error_within_alpha_times_that_of_4_bits() -> None:
         f"layer{i}": LayerErrors(
             numel=10_000 * (1 + i % 7),
             norm=1.0 + i % 5,
+            top_norm=1.0 + i % 5,
             squared_errors={bits: (1 + i % 5) ** 2 * lost_share({4: 0.01 * (1 + i % 3)}, bits) for bits in WIDTHS},
         )
         for i in range(30)
@@ -165,11 +187,7 @@ def journal_reasons(folder: Path) -> list[str]:
 def test_equations_5_choose_the_collective_with_the_least_cost(num_workers: int, ratio: float) -> None:
     link = Link(alpha_s=1e-4, beta_s_per_byte=1e-4 / ratio)
     value_bytes = 1e6
-    costs = {
-        Scheme.ALLGATHER: flexible.allgather_tree_s(num_workers, 2 * value_bytes, link),
-        Scheme.ARTOPK_TREE: flexible.artopk_tree_s(num_workers, 2 * value_bytes, link, value_bytes),
-        Scheme.ARTOPK_RING: link.seconds(*terms(Scheme.ARTOPK_RING, num_workers, 0, 2 * value_bytes, value_bytes)),
-    }
+    costs = {one: flexible.paper_exchange_s(one, num_workers, value_bytes, link) for one in flexible.SCHEMES}
     chosen = flexible.collective(num_workers, value_bytes, link)
     assert costs[chosen] == pytest.approx(min(costs.values()), rel=1e-9)
 
@@ -180,10 +198,11 @@ def test_flexible_takes_the_knee_and_stays_until_a_trigger_fires(tmp_path: Path)
     run.run(60)
     (first,) = {codec for codec in codecs(run.loop.plans[-1]).values() if codec.name != "none"}
     assert first.name == "topk"
+    assert "flexible (knee, priced as it runs) chooses 2x topk" in journal_reasons(tmp_path)[0]
     num_plans = len(run.loop.plans)
     run.run(60)
     assert len(run.loop.plans) == num_plans
-    run.curve = staticmethod(lambda density: min(1.0, 0.9 + density / 10))  # type: ignore[assignment]
+    run.gain = dict.fromkeys(GAIN, 0.9)
     run.run(120)
     (after,) = {codec for codec in codecs(run.loop.plans[-1]).values() if codec.name != "none"}
     assert after != first
@@ -204,11 +223,12 @@ def test_with_nsga2_the_knee_is_near_that_of_a_fine_grid() -> None:
         backward_s=(0.1,) * 3,
         network=Network.flat(4, Link.from_rates(bandwidth_gbps=0.1, latency_ms=0.1)),
         codec_costs=COSTS,
-        gain={},
-        gain_curve={density: density**0.3 for density in CURVE_DENSITIES},
+        gain=GAIN,
     )
-    found = flexible.choose(measured, "nsga2")
-    coarse = flexible.choose(measured)
+    gain = flexible.known_gain(measured, CANDIDATE_DENSITIES)
+    assert gain is not None
+    found = flexible.choose(measured, gain, "nsga2")
+    coarse = flexible.choose(measured, gain)
     assert found.codec.density is not None
     assert coarse.codec.density is not None
     assert 0.001 <= found.codec.density <= 0.1
@@ -230,6 +250,9 @@ def test_settings_name_the_method_and_make_a_policy_that_ray_can_send() -> None:
         Cgx(alpha=0.5)
     with pytest.raises(ConfigError, match=r"densities \(\) is not allowed; give a tuple"):
         Flexible(densities=())
+    with pytest.raises(ConfigError, match="unknown prices 'low'; known: run, paper"):
+        Settings(policy="flexible", prices="low")
+    assert make_policy(Settings(policy="flexible", prices="paper")) == Flexible(prices="paper")
     assert make_policy(Settings(policy="cgx", review_s=5.0)).review_s == 5.0
     with pytest.raises(ConfigError, match=r"review_s 5.0 is not allowed with policy 'flexible', which takes method"):
         Settings(policy="flexible", review_s=5.0)
@@ -237,3 +260,58 @@ def test_settings_name_the_method_and_make_a_policy_that_ray_can_send() -> None:
         Settings(review_s=-1)
     assert len(Settings(policy="cgx").codecs_by_layer()) == 7
     assert [str(codec) for codec in Cgx().gain_codecs] == ["qsgd:bits=4,bucket_size=128"]
+
+
+@pytest.mark.parametrize("policy", [Cupcake(), ByteComp()], ids=lambda policy: policy.title)
+def test_searched_groups_are_put_in_force_once_and_keep_layer_rules(policy: PaperPolicy, tmp_path: Path) -> None:
+    run = start(tmp_path, policy, exclude=("head",))
+    run.gain = {"qsgd:bits=4,bucket_size=128": 0.98}
+    run.gbps = 0.1
+    run.run(40)
+    first = run.loop.plans[-1]
+    assert codecs(first)["head"].name == "none"
+    assert str(codecs(first)["embed"]) == "qsgd:bits=4,bucket_size=128"
+    assert f"first measurements: {policy.title} chooses " in journal_reasons(tmp_path)[0]
+    run.gbps = 10.0
+    run.run(120)
+    assert run.loop.plans[-1].groups == first.groups
+
+
+def test_cupcake_fuses_layers_and_bytecomp_sends_each_by_itself_in_one_dtype_and_offloads_where_it_can() -> None:
+    layers = tuple(replace(layer, dtype="bfloat16" if layer.name == "head" else "float32") for layer in LAYERS)
+    slow = CodecCost(encode_a_s=1e-2, encode_b_s_per_element=1e-8, decode_a_s=1e-2, decode_b_s_per_element=1e-8)
+    late = CodecCost(encode_a_s=1e-2, encode_b_s_per_element=1e-12, decode_a_s=1e-2, decode_b_s_per_element=1e-12)
+    qsgd = "qsgd:bits=4,bucket_size=128"
+    known = Measured(
+        layers=layers,
+        backward_s=(0.1,) * 3,
+        network=Network.flat(4, Link.from_rates(bandwidth_gbps=0.1, latency_ms=0.1)),
+        codec_costs={"none": slow, qsgd: COST},
+        gain={},
+    )
+    at_once = replace(known, layers=LAYERS, backward_s=(0.1, 0.0, 0.0), codec_costs={qsgd: late})
+    (fused,) = Cupcake().groups(at_once)
+    assert (fused.layers, str(fused.option)) == (("head", "bias", "embed"), f"{qsgd} over sra")
+    assert [group.layers for group in Cupcake().groups(replace(at_once, layers=layers))] == [
+        ("head",),
+        ("bias", "embed"),
+    ]
+    alone = ByteComp().groups(known)
+    assert [group.layers for group in alone] == [("head",), ("bias",), ("embed",)]
+    assert {str(group.option.codec) for group in alone if "bias" not in group.layers} == {qsgd}
+    gpu = replace(
+        known, codec_costs={qsgd: slow, host_name(qsgd): COST}, bus=Link.from_rates(bandwidth_gbps=100, latency_ms=0.01)
+    )
+    assert {group.option.device for group in ByteComp().groups(gpu) if group.option != DENSE} == {"cpu"}
+
+
+def test_policies_that_search_groups_take_a_codec_that_encodes() -> None:
+    assert Settings(policy="cupcake", codec="bf16").chosen_policy == Cupcake(codec="bf16", scheme="sra")
+    assert Settings(policy="bytecomp").chosen_policy == ByteComp(codec=CodecSpec(name="qsgd", bits=4))
+    for policy in (Cupcake(codec="topk"), ByteComp(codec="topk:density=0.1")):
+        assert pickle.loads(pickle.dumps(policy)) == policy
+        assert {str(option.scheme) for option in policy.options} == {"allgather"}
+    with pytest.raises(ConfigError, match="codec 'none' encodes nothing; give one that does"):
+        ByteComp(codec="none")
+    with pytest.raises(ConfigError, match="scheme sra cannot carry codec topk"):
+        Cupcake(codec="topk", scheme="sra")

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from cgx_ray.codecs import make_codec
-from cgx_ray.engine.gains.gain_history import HISTORY_BLOCK, HISTORY_NUMEL, MAX_POOLS, NUM_GRADIENTS, GradientHistory
+from cgx_ray.codecs.gain import NUM_TOP
+from cgx_ray.engine.gains.gain_history import (
+    HISTORY_BLOCK,
+    HISTORY_NUMEL,
+    KEPT_OF_SUM,
+    MAX_POOLS,
+    NUM_GRADIENTS,
+    SUM_NUMEL,
+    GradientHistory,
+)
 from cgx_ray.plan import CodecSpec, Layer
 
 TOPK = make_codec(CodecSpec(name="topk", density=0.1))
@@ -47,6 +56,18 @@ def test_a_large_model_is_sampled_in_whole_blocks_and_every_layer_is_in_the_samp
     assert HISTORY_NUMEL / 2 < sum(numels) < 2 * HISTORY_NUMEL
     again = samples_of(GradientHistory(layers), gradient(0, layers))
     assert all(torch.equal(again[name], sample_N) for name, sample_N in samples.items())
+
+
+def test_sums_of_gradients_forget_old_ones_and_have_the_norm_of_their_largest_elements() -> None:
+    history, parts = GradientHistory(LAYERS), [gradient(seed)["first"] for seed in range(2)]
+    history.add_to_sum("first", parts[0])
+    found = history.add_to_sum("first", parts[1].clone().index_fill_(0, torch.tensor([7]), math.inf))
+    sum_N = KEPT_OF_SUM * parts[0] + parts[1]
+    sum_N[7] = KEPT_OF_SUM * parts[0][7]
+    assert float(found) == pytest.approx(float(sum_N.abs().topk(NUM_TOP).values.norm()))
+    # Of a large layer a sample is summed, whose few largest elements stand for NUM_TOP.
+    assert float(history.add_to_sum("large", torch.full((8 * SUM_NUMEL,), -2.0))) == pytest.approx(2 * NUM_TOP**0.5)
+    assert float(history.add_to_sum("tiny", torch.full((4,), 3.0))) == pytest.approx(6)
 
 
 def test_gains_are_predicted_by_codec_and_for_artopk_by_option_whatever_the_scale() -> None:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.codecs import make_codec
-from cgx_ray.codecs.gain import squared_error
+from cgx_ray.codecs.gain import NUM_TOP, squared_error
 from cgx_ray.collectives import Transport
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.gains import gain_schedule
@@ -120,11 +120,16 @@ def test_errors_by_layer_are_measured_one_number_of_bits_at_a_time_and_are_those
         meter.measure(0, GroupGradients(fresh=grad_N, fed=grad_N, layers=parts))
         seen.append(meter.bits)
         spec = CodecSpec(name="qsgd", bits=meter.bits)
-        for name, (energy, lost) in meter.layer_errors().items():
+        for name, (energy, lost, top) in meter.layer_errors().items():
+            assert top == 0
             whole = float(parts[name].double().square().sum())
             assert energy == pytest.approx(whole, rel=1e-5)
             assert lost == pytest.approx(squared_error(make_codec(spec), parts[name], key) / whole, rel=0.15)
     assert seen == [2, 4, 8, 2]
+    meter = gain_schedule.GainSchedule([CodecSpec(name="bf16")], layers, widths, sums_layers=True).meter(0)
+    meter.measure(0, GroupGradients(fresh=grad_N, fed=grad_N, layers=parts))
+    largest = {name: float(part_N.abs().topk(NUM_TOP).values.norm()) for name, part_N in parts.items()}
+    assert {name: one.top for name, one in meter.layer_errors().items()} == pytest.approx(largest)
 
 
 def test_errors_of_a_layer_whose_rows_differ_by_orders_of_magnitude_are_those_of_the_whole_layer() -> None:
@@ -140,7 +145,7 @@ def test_errors_of_a_layer_whose_rows_differ_by_orders_of_magnitude_are_those_of
     for key in range(1, 9):
         meter = schedule.meter(key)
         meter.measure(0, GroupGradients(fresh=grad_N, fed=grad_N, layers={"embed": grad_N}))
-        energy, lost = meter.layer_errors()["embed"]
+        energy, lost, _ = meter.layer_errors()["embed"]
         sampled.append(energy * lost / exact)
     # A quantization bucket has 128 rounding errors, so its error scatters by some 10 %. One row with two of them may
     # outweigh the others of a sample: four deviations.

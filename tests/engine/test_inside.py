@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ class _Session:
 
     settings = Settings()
 
-    def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int) -> Plan:
+    def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int, costs: Any) -> Plan:
         return self.settings.first_plan(layers, world_size, bucket_bytes)
 
     def start(self, attachment: Attachment) -> None: ...

@@ -28,7 +28,7 @@ from cgx_ray.session.settings import Settings
 class NoPlan:
     settings = Settings()
 
-    def first_plan(self, layers: Any, world_size: int, bucket_bytes: int) -> Plan:
+    def first_plan(self, layers: Any, world_size: int, bucket_bytes: int, costs: Any) -> Plan:
         raise OSError("the disk is full")
 
     def start(self, attachment: cgx_ray.Attachment) -> None:
@@ -38,7 +38,7 @@ class NoPlan:
 class BadCheckpoint(NoPlan):
     settings = Settings(policy="static")
 
-    def first_plan(self, layers: Any, world_size: int, bucket_bytes: int) -> Plan:
+    def first_plan(self, layers: Any, world_size: int, bucket_bytes: int, costs: Any) -> Plan:
         return self.settings.first_plan(layers, world_size, bucket_bytes)
 
     def start(self, attachment: cgx_ray.Attachment) -> None:
@@ -101,7 +101,7 @@ ONE_RANK = [
     ({"codec": "zip"}, "unknown codec 'zip'"),
     ({"codec": 4}, "codec 4 is not allowed"),
     ({"sead": 1}, "attach got unknown setting 'sead'; did you mean 'seed'"),
-    ({"sead": 1}, "known: alpha, average_weights, candidates, codec"),
+    ({"sead": 1}, "known: alpha, average_weights, bits, bucket_size, "),
     ({"policy": "adaptiv"}, "unknown policy 'adaptiv'; did you mean 'adaptive'"),
     ({"scheme": "allgater"}, "unknown scheme 'allgater'; did you mean 'allgather'"),
     ({"fidelity": "fast"}, "attach got fidelity without a policy that has it"),

@@ -45,7 +45,7 @@ class _Adaptive:
 
     settings = Settings(fidelity="fast")
 
-    def first_plan(self, layers: Any, world_size: int, bucket_bytes: int) -> Plan:
+    def first_plan(self, layers: Any, world_size: int, bucket_bytes: int, costs: Any) -> Plan:
         return make_plan(layers, version=0, world_size=world_size, codec="none", scheme="dense")
 
     def start(self, attachment: cgx_ray.Attachment) -> None:

@@ -15,11 +15,9 @@ from support.ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from cgx_ray.codecs.codec import HOST
 from cgx_ray.engine.gains.gain_schedule import FIRST_STEP
 from cgx_ray.plan import Layer, Plan
 from cgx_ray.session.attachment import process
-from cgx_ray.session.calibrate import measure_codecs
 from cgx_ray.session.settings import Settings
 
 DEFAULTS = ["usual", "float64", "bfloat16", "meta", "inference"]
@@ -97,8 +95,8 @@ class _Adaptive:
 
     settings = Settings()
 
-    def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int) -> Plan:
-        assert measure_codecs(self.settings, HOST)
+    def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int, costs: Any) -> Plan:
+        assert costs
         return self.settings.first_plan(layers, world_size, bucket_bytes)
 
     def start(self, attachment: cgx_ray.Attachment) -> None: ...

@@ -34,8 +34,9 @@ def random_problem(rng: random.Random, num_layers: int, widths: tuple[int, ...],
     for _ in range(num_layers):
         numel = int(10 ** rng.uniform(3, 6))
         energy = rng.choice((0.0, 1.0, 1.0, 1.0)) * 10 ** rng.uniform(-3, 3) * numel
+        norm = math.sqrt(energy)
         errors = {bits: energy * rng.uniform(0.5, 1.5) / (2**bits - 1) ** 2 for bits in range(1, 9)}
-        layers.append(LayerErrors(numel=numel, norm=math.sqrt(energy), squared_errors=errors))
+        layers.append(LayerErrors(numel=numel, norm=norm, top_norm=norm, squared_errors=errors))
     return BitsProblem(layers=tuple(layers), widths=widths, alpha=alpha)
 
 
@@ -66,12 +67,20 @@ def test_where_4_bits_make_no_error_no_method_makes_any() -> None:
     exact_from_4 = {1: 0.4, 2: 0.4, 3: 0.1, **dict.fromkeys(range(4, 9), 0.0)}
     zero = dict.fromkeys(range(1, 9), 0.0)
     problem = BitsProblem(
-        layers=tuple(LayerErrors(numel=5000, norm=1.0, squared_errors=e) for e in (exact_from_4, zero, exact_from_4))
+        layers=tuple(layer_errors(numel=5000, squared_errors=e) for e in (exact_from_4, zero, exact_from_4))
     )
     assert (dp(problem).bits, dp(problem).gap) == ((4, 1, 4), 0)
     for choice in (dp(problem), kmeans(problem), linear(problem), bayes(problem, num_trials=12)):
         errors = [layer.squared_errors[bits] for layer, bits in zip(problem.layers, choice.bits, strict=True)]
         assert errors == [0.0, 0.0, 0.0], choice
+
+
+def test_kmeans_goes_by_the_largest_elements_of_the_accumulated_gradients() -> None:
+    """Both layers have the same size, norm and errors. Each may have 3 bits if the other one has 5."""
+    errors = {bits: 1 / (2**bits - 1) ** 2 for bits in range(1, 9)}
+    for top_norms, bits in (((1.0, 2.0), (3, 5)), ((2.0, 1.0), (5, 3))):
+        layers = tuple(layer_errors(numel=5000, top_norm=top, squared_errors=errors) for top in top_norms)
+        assert kmeans(BitsProblem(layers=layers, alpha=1.6, widths=(3, 5))).bits == bits
 
 
 def test_dp_of_300_layers_of_odd_sizes_is_the_optimum_and_with_few_labels_has_a_small_gap() -> None:
@@ -114,7 +123,7 @@ def test_a_plan_has_the_bits_of_each_layer_and_ends_groups_where_they_change() -
 
 
 def layer_errors(**changes: object) -> LayerErrors:
-    given = {"numel": 10, "norm": 1.0, "squared_errors": {b: 1.0 / b for b in range(1, 9)}, **changes}
+    given = {"numel": 10, "norm": 1.0, "top_norm": 1.0, "squared_errors": {b: 1.0 / b for b in range(1, 9)}, **changes}
     return LayerErrors(**given)  # type: ignore[arg-type]
 
 

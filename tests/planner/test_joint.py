@@ -18,7 +18,7 @@ from cgx_ray.planner.candidates import CodecCost, candidate_options
 from cgx_ray.planner.cost import Link, Network, hierarchical_terms, terms
 from cgx_ray.planner.engine_cost import HOST_ENGINE
 from cgx_ray.planner.joint import MAX_ERROR, MAX_GAP, best_plan
-from cgx_ray.planner.legs import exchange_stages
+from cgx_ray.planner.legs import exchange_stages, legs
 from cgx_ray.planner.models import MODEL_NAMES, load_model
 from cgx_ray.planner.pipeline import Pipeline, cheapest, group_cost
 from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of, predict
@@ -345,6 +345,30 @@ def test_terms_of_a_network_with_one_rank_a_node_are_the_flat_ones_and_of_one_no
     # sra among 8: each node's 4 ranks send 4/7 of their bytes to the other node.
     assert several.terms(Scheme.SRA, Intra.FLAT, 4e6, 1e6)[1] == (2, pytest.approx(4 * 4 / 7 * 2 * 7 / 8 * 1e6))
     assert several.terms(Scheme.DENSE, Intra.FLAT, 4e6, 1e6)[1] == (14, pytest.approx(2 * 7 / 8 * 4e6))
+
+
+def test_terms_of_nodes_with_different_numbers_of_ranks_are_those_of_their_groups() -> None:
+    """Nodes of 1 and 3 ranks, so one rank of each carries the whole group."""
+    links = network(0.1, num_nodes=2, ranks_per_node=2)
+    assert links.inside is not None
+    odd = Network.of_nodes((3, 1), links.between, links.inside)
+    assert (odd.num_workers, odd.num_nodes, odd.ranks_per_node, odd.most_ranks) == (4, 2, 1, 3)
+    inside, between = odd.terms(Scheme.SRA, Intra.DENSE, 4e6, 1e6)
+    # The carrier of the larger node gets the groups of two others, and each of these the result.
+    assert inside == (2, pytest.approx(2 * 4e6 + 4e6))
+    assert between == terms(Scheme.SRA, 2, 4e6, 1e6)
+    # Flat, the card of the larger node carries what three ranks send to the other one.
+    assert odd.terms(Scheme.SRA, Intra.FLAT, 4e6, 1e6)[1] == (2, pytest.approx(3 * 1 / 3 * 2 * 3 / 4 * 1e6))
+    option = Option(codec=QSGD.codec, scheme=Scheme.SRA, intra=Intra.COMPRESSED)
+    reduce, exchange, share = legs(option, odd, 1 << 20)
+    assert (reduce.encode, reduce.decode) == ((1, 1 << 20), (2, 2 << 20))
+    assert (exchange.num_ranks, exchange.numel) == (2, 1 << 20)
+    assert (share.encode, share.decode) == ((1, 1 << 20), (1, 1 << 20))
+    layers = (Layer(name="a", numel=10**7, ndim=2),)
+    found = best_plan(measured(layers, (0.0,), odd), (QSGD, replace(QSGD, intra=Intra.DENSE))).best
+    assert found.plan(version=0, world_size=4).has_inside
+    with pytest.raises(ConfigError, match=r"make the network by `Network\.of_nodes`"):
+        replace(odd, node_sizes=(2, 3))
 
 
 def test_a_hierarchical_group_is_summed_inside_exchanged_between_and_shared_inside() -> None:

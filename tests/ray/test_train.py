@@ -321,6 +321,46 @@ def test_a_script_without_a_word_of_cgx_ray_trains_over_its_backend(short_runs: 
     assert 0 < first["error"] <= 2 * 2 * (2 * 128 / 5000 + 2 * 2**-7) / 15, first["error"]
 
 
+@pytest.mark.usefixtures("cluster")
+def test_the_policies_of_papers_decide_and_train(tmp_path: Path) -> None:
+    """Two trainings at the same time, on links of 5 Mbit/s, each until a new plan has an outcome."""
+    link = cgx_ray.SimulatedLink(latency_s=1e-4, schedule=((0, 5e6),))
+    policies = {"cgx": cgx_ray.Cgx(), "flexible": cgx_ray.Flexible(densities=(0.1, 0.01))}
+
+    def run(name: str) -> None:
+        (tmp_path / name / "log").mkdir(parents=True)
+        config = {"log": str(tmp_path / name / "log"), "steps": 2000, "workers": 2, "pace": True}
+        config["stop"] = str(tmp_path / "stop")
+        torch_config = cgx_ray.CGXConfig(policy=policies[name], simulated_link=link)
+        train_shortly(tmp_path / name, "run", train_functions.train, config, torch_config)
+
+    def new_plan(name: str) -> dict[str, Any] | None:
+        lines = journal_of(tmp_path / name)
+        judged = {line["version"] for line in lines if line["event"] == "outcome"}
+        made = [line for line in lines if line["event"] == "decision" and line["kind"] == "replace"]
+        return next((line for line in made if line["new"]["version"] in judged), None)
+
+    def is_judged(name: str) -> bool:
+        return (tmp_path / name / "run" / "decisions.jsonl").exists() and new_plan(name) is not None
+
+    with ThreadPoolExecutor(2) as threads:
+        runs = [threads.submit(run, name) for name in policies]
+        try:
+            wait_for(lambda: all(map(is_judged, policies)), WAIT_S, lambda: str([*tmp_path.glob("*/run/*")]))
+        finally:
+            (tmp_path / "stop").touch()
+            for done in runs:
+                done.result()
+    for name, codec in (("cgx", "qsgd"), ("flexible", "topk")):
+        first, second = (log_of(tmp_path / name, rank)[1:] for rank in range(2))
+        assert [line["hash"] for line in first] == [line["hash"] for line in second]
+        decision = new_plan(name)
+        assert decision is not None
+        assert f": {name} (" in decision["reason"]
+        assert codec in decision["new"]["plan"]
+        assert first[-1]["wire_bytes"] < first[1]["wire_bytes"]
+
+
 def said_by_workers(cluster: Path, text: str) -> int:
     return sum(path.read_text().count(text) for path in (cluster / "logs").glob("worker-*.err"))
 
@@ -356,7 +396,7 @@ def test_top_attaches_to_a_run_from_another_process_and_ends_with_it(adaptive: A
     [
         (
             {"policy": "clever"},
-            "unknown policy 'clever'; known: adaptive, cgx, flexible, static; of installed",
+            "unknown policy 'clever'; known: adaptive, bytecomp, cgx, cupcake, flexible, static; of installed",
         ),
         ({"policy": "static", "codec": "zip"}, "unknown codec 'zip'; known: none, fp16, bf16, prefix, qsgd"),
         ({"policy": "static", "codec": "qsgd:bits=9"}, "bits 9 is not allowed; give a whole number from 1 to 8"),
@@ -370,7 +410,7 @@ def test_top_attaches_to_a_run_from_another_process_and_ends_with_it(adaptive: A
         (
             {"codec": "topk", "scheme": "allgather"},
             "codec 'topk' is not allowed with policy 'adaptive', which takes fidelity, candidates, min_gain, review_s, "
-            "periods, max_loss; leave it out, or give policy='static'",
+            "periods, max_loss; leave it out, or give policy='bytecomp' or 'cupcake' or 'static'",
         ),
         (
             {"policy": "static", "min_gain": 0.9},

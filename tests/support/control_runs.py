@@ -19,7 +19,6 @@ from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.policy import Decision
 from cgx_ray.monitors.sample import (
-    CURVE_DENSITIES,
     HostLoad,
     InsideLink,
     LayerError,
@@ -174,7 +173,7 @@ class FakeTraining:
 
 
 class MeteredTraining(FakeTraining):
-    """A fake training with errors by layer, one number of bits at a time, and a gain curve.
+    """A fake training with errors by layer, one number of bits at a time.
 
     error   lost share of a layer with 4 bits
     widths  numbers of bits that are measured in turn
@@ -184,7 +183,6 @@ class MeteredTraining(FakeTraining):
     error: dict[str, float]
     widths: Sequence[int] = WIDTHS
     scatter: float = 0.0
-    curve: Callable[[float], float] = staticmethod(lambda density: density**0.3)
 
     def sample(self, rank: int) -> StepSample:
         sample = super().sample(rank)
@@ -196,10 +194,9 @@ class MeteredTraining(FakeTraining):
             sample,
             error_bits=bits,
             layer_errors={
-                name: LayerError(1.0, lost * lost_share({4: 1.0}, bits) * math.exp(noise.gauss(0, self.scatter)))
+                name: LayerError(1.0, lost * lost_share({4: 1.0}, bits) * math.exp(noise.gauss(0, self.scatter)), 1.0)
                 for name, lost in self.error.items()
             },
-            gain_curve=tuple(map(self.curve, CURVE_DENSITIES)),
         )
 
 

@@ -153,6 +153,7 @@ def _question(cluster: PricedCluster, num_nodes: int, given: Mapping[str, Any]) 
         **compute,
         batch=given["batch"],
         profile=given["profile"],
+        fidelity=given["fidelity"],
         gains=given["gains"],
         min_gain=given["min_gain"],
         period=given["period"],

@@ -16,6 +16,7 @@ from cgx_ray.commands.plan.plan_clusters import answer_for_clusters
 from cgx_ray.commands.plan.plan_tables import group_table, step_table, sweep_table
 from cgx_ray.commands.plan.question import INSIDE_BANDWIDTH, INSIDE_LATENCY, read_question
 from cgx_ray.errors import ConfigError
+from cgx_ray.planner.fidelity import USUAL_MIN_GAIN, Fidelity
 from cgx_ray.planner.joint import BestPlan
 from cgx_ray.planner.prediction import Prediction
 from cgx_ray.planner.scenario import Price, Scenario, Sweep, verdict
@@ -45,13 +46,20 @@ _OF_ONE_NETWORK = (
 @click.option("--batch", default=32, show_default=True, help="Samples per worker and step.")
 @click.option("--profile", type=click.Path(path_type=Path), help="Codec times, a file of `cgx-ray profile`.")
 @click.option(
+    "--fidelity",
+    type=click.Choice([str(level) for level in Fidelity]),
+    default=str(Fidelity.STRICT),
+    show_default=True,
+    help="Codecs to choose from, as in CGXConfig.",
+)
+@click.option(
     "--gain",
     "gains",
     multiple=True,
     metavar="CODEC=SHARE",
-    help="Share of a gradient that a codec keeps; may be repeated.",
+    help="Share of a gradient that a codec keeps; adds the codec. May be repeated.",
 )
-@click.option("--min-gain", default=0.8, show_default=True, help="Leave out codecs that keep less.")
+@click.option("--min-gain", default=USUAL_MIN_GAIN, show_default=True, help="Leave out codecs that keep less.")
 @click.option(
     "--period",
     default="1",

@@ -9,18 +9,19 @@ from pathlib import Path
 from cgx_ray.commands.collective import parse_link
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, check_period, spoken
+from cgx_ray.planner.candidates import efficiency
 from cgx_ray.planner.cost import Link, check_positive
 from cgx_ray.planner.fidelity import PERIOD_LOSSES
 from cgx_ray.planner.models import ModelDescription, load_model
 from cgx_ray.planner.profile import Profile, load_profile
 from cgx_ray.planner.scenario import (
-    TYPICAL_GAINS,
     TYPICAL_PROFILE,
     Price,
     Scenario,
     Sweep,
     make_network,
     parse_sweep,
+    typical_gains,
 )
 from cgx_ray.units import format_count, parse_rate, parse_seconds
 
@@ -112,6 +113,7 @@ def read_question(
     gpu: str | None,
     batch: int,
     profile: Path | None,
+    fidelity: str,
     gains: Sequence[str],
     min_gain: float,
     period: str,
@@ -138,7 +140,7 @@ def read_question(
         compute_s=compute_s,
         # A run sends dense gradients from where they lie, while the profile's "none" copies them.
         codec_costs={codec: cost for codec, cost in measured.codec_costs.items() if codec != "none"},
-        gain={**TYPICAL_GAINS, **given},
+        gain={**typical_gains(fidelity), **given},
         min_gain=min_gain,
         periods=_read_periods(period),
         engine=measured.engine,
@@ -151,10 +153,9 @@ def read_question(
     assumptions += _about_compute(description, gpu, measured)
     if nodes > 1:
         assumptions.append(f"nodes of {nodes}, inside {inside.bandwidth_gbps:g} Gbit/s and {1e3 * inside.alpha_s:g} ms")
-    assumptions += _about_codecs(scenario, measured, given)
     return Question(
         scenario=scenario,
-        assumptions=tuple(assumptions),
+        assumptions=(*assumptions, *_about_codecs(scenario, measured, given)),
         price=_read_price(price, batch, samples_per_epoch),
         sweep=swept,
     )
@@ -194,12 +195,13 @@ def _about_compute(model: ModelDescription, gpu: str | None, measured: Profile) 
 def _about_codecs(scenario: Scenario, measured: Profile, given: Mapping[str, float]) -> list[str]:
     """Return the assumptions about codecs. `given`: gains that the user gave."""
     threads = format_count(measured.threads, "thread")
-    kept = ", ".join(f"{spoken(codec)} {gain:.3g}" for codec, gain in TYPICAL_GAINS.items() if codec not in given)
+    kept = ", ".join(f"{spoken(codec)} {gain:.3g}" for codec, gain in scenario.gain.items() if codec not in given)
     assumptions = [
         f"codec times of {measured.device}, {threads}; --profile takes those of your machine",
         f"codecs keep as much of a gradient as of a small GPT's ({kept}); --gain takes what yours keep",
     ]
-    dropped = [codec for codec, gain in scenario.gain.items() if gain < scenario.min_gain]
+    kept_of = {codec: efficiency(gain, CodecSpec.parse(codec)) for codec, gain in scenario.gain.items()}
+    dropped = [codec for codec, share in kept_of.items() if share < scenario.min_gain]
     if dropped:
         assumptions.append(
             f"{', '.join(map(spoken, dropped))} left out: they keep less than {scenario.min_gain:g} (--min-gain)"

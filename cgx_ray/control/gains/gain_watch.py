@@ -218,9 +218,14 @@ def _codec_of(name: str) -> CodecSpec:
 class KnownGains:
     """Gains under the plan in force, by codec or option as in `GainWatch`."""
 
-    def __init__(self, plan: Plan, ratios: Mapping[str, float], gain: Mapping[str, float]) -> None:
-        """`ratios`, `gain`: from earlier worker groups, see `GainWatch`."""
-        self._plan = plan
+    def __init__(
+        self, plan: Plan, ratios: Mapping[str, float], gain: Mapping[str, float], *, is_cautious: bool = True
+    ) -> None:
+        """
+        ratios, gain  from earlier worker groups, see `GainWatch`
+        is_cautious   plans take up nothing with a small gain while gradients change fast
+        """
+        self._plan, self._is_cautious = plan, is_cautious
         self._watch = GainWatch(map(_name, non_dense_options(plan)), ratios, gain)
         self._learning = LearningPhase()
         self._plan_step: int | None = None
@@ -239,9 +244,9 @@ class KnownGains:
 
     @property
     def usable(self) -> dict[str, float]:
-        """Gains that plans may be made with; in a learning phase those in use, and large ones."""
+        """Gains that plans may be made with; for cautious ones in a learning phase those in use, and large ones."""
         usable = self._watch.usable
-        if not self.is_learning:
+        if not (self._is_cautious and self.is_learning):
             return usable
         return {name: gain for name, gain in usable.items() if gain >= LEARNING_GAIN or self._watch.is_in_use(name)}
 

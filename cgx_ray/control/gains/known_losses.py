@@ -1,4 +1,4 @@
-"""Errors of each layer by number of bits, and the gain curve of top-k: inputs of plans and of the papers' policies.
+"""Errors of each layer by number of bits: inputs of plans and of policy "cgx".
 
 Rounding to 2^b - 1 equal steps loses energy as 1 / (2^b - 1)^2; on gradients of byte-GPT that holds within 9 %. So each
 layer has one level, the lost share times (2^b - 1)^2, and a ratio to it for each number of bits. Ranks measure one
@@ -17,17 +17,18 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from cgx_ray.control.joined_steps import JoinedStep
-from cgx_ray.monitors.sample import CURVE_DENSITIES
-from cgx_ray.plan import Layer
-from cgx_ray.planner.bits import QSGD, STATIC_BITS, WIDTHS, LayerErrors
+from cgx_ray.plan import CodecSpec, Layer
+from cgx_ray.planner.bits import QSGD, STATIC_BITS, LayerErrors
 
 # Weights of the newest measurement. A layer's error is measured within some 5 %, and changes within some tens of steps:
-# smaller weights cost more than they save. A gain curve is of one sample, and excesses are noisy.
+# smaller weights cost more than they save. Excesses are noisy.
 NEWEST_ERROR, NEWEST = 0.8, 0.5
 # Least ratio of a measured error to the expected one: a layer that loses nothing with some bits has no smaller level.
 LEAST_RATIO = 1e-6
 # Share by which the error of bits in force may exceed the allowed one before others are chosen, since it scatters.
 MAX_EXCESS = 0.05
+# Numbers of bits that errors are computed for.
+WIDTHS = range(1, 9)
 
 
 class KnownLosses:
@@ -37,27 +38,24 @@ class KnownLosses:
                     journal has them
     """
 
-    def __init__(self, layers: Sequence[Layer], bits: Sequence[int] = ()) -> None:
-        """`bits`: numbers of bits for `squared_errors`."""
+    def __init__(self, layers: Sequence[Layer], bits: Sequence[int] = (), codec: CodecSpec = QSGD) -> None:
+        """`bits`: numbers of bits for `squared_errors`. `codec`: qsgd whose errors are measured, with any of WIDTHS."""
         self.squared_errors: dict[int, dict[str, float]] = {}
-        self._known_bits = tuple(bits)
+        self._known_bits, self._codec = tuple(bits), codec
         self._numels = {layer.name: layer.numel for layer in layers}
         self._energy: dict[str, float] = {}
+        self._top: dict[str, float] = {}
         # By layer; the ratios by layer and bits.
         self._level: dict[str, float] = {}
         self._ratio: dict[str, dict[int, float]] = {}
-        self._curve: tuple[float, ...] = ()
         self._excess = 1.0
 
     def add_step(self, step: JoinedStep, bits: Mapping[str, int] = MappingProxyType({})) -> None:
         """Add what a step measured, if it did. `bits`: of the layers that were encoded with qsgd."""
-        if step.gain_curve and all(0 < gain < math.inf for gain in step.gain_curve):
-            curve = self._curve or step.gain_curve
-            self._curve = tuple(_mean(*pair, NEWEST) for pair in zip(curve, step.gain_curve, strict=True))
         if step.error_bits is None:
             return
         expected, newest = self._unit_errors(), {}
-        for name, (energy, lost) in step.layer_errors.items():
+        for name, (energy, lost, top) in step.layer_errors.items():
             ratios, level = self._ratio.setdefault(name, {}), lost_share({step.error_bits: lost}, 1)
             before = ratios.get(step.error_bits, 1.0)
             newest[name] = energy * level / before
@@ -65,6 +63,7 @@ class KnownLosses:
             if self._level[name] > 0:
                 ratios[step.error_bits] = max(_mean(before, level / self._level[name]), LEAST_RATIO)
             self._energy[name] = _mean(self._energy.get(name, energy), energy)
+            self._top[name] = _mean(self._top.get(name, top), top)
         then, now = self._over_static(expected, bits), self._over_static(newest, bits)
         # Errors of layers that lose nothing become 0.
         if then and now is not None:
@@ -88,16 +87,11 @@ class KnownLosses:
         return f"the error of the bits is {math.sqrt(square):.2f} times that of 4 bits, allowed {allowed:g}"
 
     @property
-    def gain_curve(self) -> dict[float, float]:
-        """Gain of top-k by density; empty before it is measured."""
-        return dict(zip(CURVE_DENSITIES, self._curve, strict=True)) if self._curve else {}
-
-    @property
     def gain(self) -> dict[str, float]:
         """Gain of qsgd by `str(CodecSpec)`, for each number of bits whose gain is above 0."""
         energy = math.fsum(self._energy.values())
         kept = {
-            str(QSGD.replace(bits=bits)): 1
+            str(self._codec.replace(bits=bits)): 1
             - math.fsum(self._energy[name] * self._lost(name, bits) for name in self._level) / energy
             for bits in WIDTHS
             if energy > 0
@@ -111,6 +105,7 @@ class KnownLosses:
             name: LayerErrors(
                 numel=self._numels[name],
                 norm=math.sqrt(self._energy[name]),
+                top_norm=self._top[name],
                 squared_errors={bits: self._energy[name] * self._lost(name, bits) for bits in WIDTHS},
             )
             for name in self._level

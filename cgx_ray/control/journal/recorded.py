@@ -37,6 +37,7 @@ def situation_fields(situation: Situation) -> dict[str, Any]:
             "between": _link_fields(now.network.between),
             "inside": _link_fields(now.network.inside) if now.network.inside is not None else None,
             "device_sums": now.network.device_sums,
+            "node_sizes": list(now.network.node_sizes),
         },
         # More than one only if the link changes too fast to follow.
         "recent_links": links if len(links) > 1 else [],
@@ -93,8 +94,9 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
         ranks_per_node=network["ranks_per_node"],
         between=Link(**network["between"]),
         inside=Link(**inside) if inside is not None else None,
-        # Earlier journals have none.
+        # Earlier journals have neither.
         device_sums=network.get("device_sums", False),
+        node_sizes=tuple(network.get("node_sizes", ())),
     )
     groups = read_groups(fields["groups"], layers)
     # Earlier journals have no period.

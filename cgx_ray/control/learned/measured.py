@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 
 from cgx_ray.monitors.sample import InsideLink, StepValues
-from cgx_ray.plan import DENSE, NONE, Layer, Option, Plan
+from cgx_ray.plan import DENSE, NONE, CodecSpec, Layer, Option, Plan
 from cgx_ray.planner.bits import QSGD
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.prediction import Measured, PlannedGroup
@@ -52,15 +52,15 @@ def timed_options(plan: Plan) -> frozenset[Option]:
     return frozenset(group.option for group in plan.groups if group.option.codec != NONE)
 
 
-def bits_by_layer(plan: Plan) -> dict[str, int]:
-    """Return the bits of each layer that uses per-layer qsgd. Fixed groups are left out."""
+def bits_by_layer(plan: Plan, codec: CodecSpec = QSGD) -> dict[str, int]:
+    """Return the bits of each layer that has `codec`, with any number of bits. Fixed groups are left out."""
     return {
         name: group.option.codec.bits
         for group in plan.groups
-        if group.option.codec.name == QSGD.name
+        if group.option.codec.name == codec.name
         and group.option.codec.bits is not None
         and not group.is_fixed
-        and group.option.codec.replace(bits=QSGD.bits) == QSGD
+        and group.option.codec.replace(bits=codec.bits) == codec
         for name in group.layers
     }
 
@@ -134,22 +134,16 @@ def inside_of(link: InsideLink | None) -> tuple[Link | None, bool]:
     return Link(alpha_s=link.alpha_s, beta_s_per_byte=link.beta_s_per_byte), link.is_of_device
 
 
-def network_of(
-    world_size: int, num_local: int, between: Link, inside: Link | None, device_sums: bool = False
-) -> Network:
-    """Return the network of nodes with `num_local` ranks each. `inside`: None if it was not measured.
+def network_of(node_sizes: Sequence[int], between: Link, inside: Link | None, *, device_sums: bool = False) -> Network:
+    """Return the network of nodes with `node_sizes` ranks. `inside`: None if it was not measured.
 
     device_sums  as in `Network`
 
     If all ranks share memory, `between` was measured inside their node, so the network is flat with that link.
     """
-    if num_local in (1, world_size):
-        return Network.flat(world_size, between)
-    inside = inside or DEFAULT_INSIDE
-    num_nodes = world_size // num_local
-    return Network(
-        num_nodes=num_nodes, ranks_per_node=num_local, between=between, inside=inside, device_sums=device_sums
-    )
+    if len(node_sizes) == 1 or max(node_sizes) == 1:
+        return Network.flat(sum(node_sizes), between)
+    return Network.of_nodes(node_sizes, between, inside or DEFAULT_INSIDE, device_sums=device_sums)
 
 
 def dense_shares(groups: Sequence[PlannedGroup]) -> dict[Option, float]:

@@ -43,6 +43,7 @@ from cgx_ray.plan import DENSE, NONE, CodecSpec, Given, Option, Scheme, make_pla
 from cgx_ray.planner.candidates import codec_cost_of, offloaded
 from cgx_ray.planner.fidelity import (
     PERIOD_LOSSES,
+    USUAL_MIN_GAIN,
     Fidelity,
     codecs_of,
     describe_costs,
@@ -90,7 +91,7 @@ class Adaptive(Policy):
 
     fidelity: str = Fidelity.STRICT.value
     candidates: Sequence[Given] | None = None
-    min_gain: float = 0.8
+    min_gain: float = USUAL_MIN_GAIN
     review_s: float = REVIEW_S
     periods: Sequence[int] | None = None
     max_loss: float | None = None

@@ -11,12 +11,19 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from cgx_ray.control.policies.adaptive import Adaptive
-from cgx_ray.control.policies.paper_policies import Cgx, Flexible
+from cgx_ray.control.policies.paper_policies import ByteComp, Cgx, Cupcake, Flexible
 from cgx_ray.control.policies.policy import Policy, Static
 from cgx_ray.errors import ConfigError, unknown
 from cgx_ray.installed import load, offered, package_of
 
-OWN: Mapping[str, type[Policy]] = {"adaptive": Adaptive, "cgx": Cgx, "flexible": Flexible, "static": Static}
+OWN: Mapping[str, type[Policy]] = {
+    "adaptive": Adaptive,
+    "bytecomp": ByteComp,
+    "cgx": Cgx,
+    "cupcake": Cupcake,
+    "flexible": Flexible,
+    "static": Static,
+}
 ENTRY_POINTS = "cgx_ray.policies"
 
 

@@ -26,6 +26,7 @@ from cgx_ray.plan import (
     check_period,
     preferred_scheme,
 )
+from cgx_ray.planner.bits import QSGD
 from cgx_ray.planner.candidates import codec_options
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.joint import BestPlan, as_round, best_plan
@@ -245,8 +246,13 @@ class Policy(Protocol):
         return None
 
     @property
+    def codec_by_layer(self) -> CodecSpec:
+        """Codec whose errors ranks measure by layer, with each number of bits of the qsgd codecs that they time."""
+        return QSGD
+
+    @property
     def timed_codecs(self) -> Sequence[CodecSpec]:
-        """Codecs that ranks time before training. Errors by layer are measured for the qsgd codecs among them."""
+        """Codecs that ranks time before training."""
         return tuple(dict.fromkeys(option.codec for option in self.options if option.codec != NONE))
 
     @property

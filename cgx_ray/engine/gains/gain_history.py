@@ -1,4 +1,4 @@
-"""Samples of the last measured gradients of this rank, and the gains that error feedback would settle at on them."""
+"""Samples of the last measured gradients of this rank: the gains that error feedback would settle at, and sums."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cgx_ray.codecs.codec import Codec
+from cgx_ray.codecs.gain import NUM_TOP, norm_of_largest, sample_blocks
 from cgx_ray.codecs.shadow import settled_artopk_gains, settled_gain, settles
 from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Layer, options_of
 
@@ -23,6 +24,12 @@ HISTORY_BLOCK = 64
 # default groups, but few, since each pool costs time.
 MAX_POOLS = 4
 
+# Elements of a layer that are summed: 40 MB for 300 large layers.
+SUM_NUMEL = 1 << 15
+# Share of a sum that stays when the next gradient is added. CGX sums the steps between two choices of bits; ranks here
+# do not know when these are made, and measure few steps.
+KEPT_OF_SUM = 0.8
+
 
 class GradientHistory:
     """The same sample of elements of the last NUM_GRADIENTS measured gradients, in pools of layers.
@@ -34,6 +41,7 @@ class GradientHistory:
         large = [layer for layer in layers if not layer.is_small]
         self._pools = _pools(large)
         self._stride = max(1, sum(layer.numel for layer in large) // HISTORY_NUMEL)
+        self._sums: dict[str, Tensor] = {}
         # By gradient and pool.
         self._gradients: deque[list[Tensor]] = deque(maxlen=NUM_GRADIENTS)
 
@@ -46,6 +54,19 @@ class GradientHistory:
         num_blocks = grad_N.numel() // HISTORY_BLOCK
         blocks_BE = grad_N[: num_blocks * HISTORY_BLOCK].view(num_blocks, HISTORY_BLOCK)
         return blocks_BE[:: self._stride].flatten()
+
+    def add_to_sum(self, name: str, grad_N: Tensor) -> Tensor:
+        """Add a layer's gradient to its sum; return the norm of the sum's NUM_TOP largest elements, on their device.
+
+        Elements that are not finite count as 0.
+        """
+        sample_N = sample_blocks(grad_N, SUM_NUMEL).float().nan_to_num(0.0, 0.0, 0.0)
+        before_N = self._sums.get(name)
+        sum_N = sample_N if before_N is None else before_N.mul_(KEPT_OF_SUM).add_(sample_N)
+        self._sums[name] = sum_N
+        num_top = min(NUM_TOP, grad_N.numel())
+        num_sampled = max(1, round(num_top * len(sum_N) / grad_N.numel()))
+        return norm_of_largest(sum_N, num_sampled) * math.sqrt(num_top / num_sampled)
 
     def add_samples(self, samples: Mapping[str, Tensor]) -> None:
         """Add the gradient of a step, by layer, float32 on the host.

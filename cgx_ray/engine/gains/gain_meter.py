@@ -92,12 +92,16 @@ class _RangeNumbers(NamedTuple):
 
 
 class _LayerNumbers(NamedTuple):
-    """Norms of the pieces of a layer's gradient, ranges of it and of a sample, and what a codec loses of the sample."""
+    """Norms of the pieces of a layer's gradient, ranges of it and of a sample, and what a codec loses of the sample.
+
+    top  as in `LayerError`, None for 0
+    """
 
     norms: Reading
     whole: _RangeNumbers
     part: _RangeNumbers
     lost: Reading
+    top: Reading | None
 
 
 class GainMeter:
@@ -116,13 +120,16 @@ class GainMeter:
         key: int,
         by_layer: Codec | None = None,
         device: torch.device = HOST,
+        *,
+        sums_layers: bool = False,
     ) -> None:
         """`candidates`: codecs by `str(CodecSpec)`. `key` seeds their random numbers.
 
-        by_layer  codec whose error is measured by layer
-        device    where the gradients are
+        by_layer     codec whose error is measured by layer
+        device       where the gradients are
+        sums_layers  as in `GainSchedule`
         """
-        self._by_layer = by_layer
+        self._by_layer, self._sums_layers = by_layer, sums_layers
         self._candidates = candidates
         self._history = history
         self._key = key
@@ -190,14 +197,15 @@ class GainMeter:
         return self._by_layer.spec.bits if self._by_layer is not None else None
 
     def layer_errors(self) -> dict[str, LayerError]:
-        """Return energy and lost share under `by_layer`, by layer."""
+        """Return what is known of each layer, its lost share under `by_layer`."""
         _ = self._groups  # reads all numbers
         errors = {}
         for name, found in self._of_layers.items():
             energy, whole, part = self._energy(found.norms), self._ranges(found.whole), self._ranges(found.part)
             if 0 < energy < math.inf and 0 < part < math.inf:
                 lost = self._readings.number(found.lost) * whole / part
-                errors[name] = LayerError(energy, lost / energy)
+                top = self._readings.number(found.top) if found.top is not None else 0.0
+                errors[name] = LayerError(energy, lost / energy, top)
         return errors
 
     def _ranges(self, found: _RangeNumbers) -> float:
@@ -222,6 +230,7 @@ class GainMeter:
                 whole=_RangeNumbers.of(whole, add),
                 part=_RangeNumbers.of(part, add),
                 lost=add(lost_energy(codec, sample_N, self._key)),
+                top=add(self._history.add_to_sum(name, grad_N)) if self._sums_layers else None,
             )
 
     def correct(self, group: int, option: str, left_N: Tensor) -> None:

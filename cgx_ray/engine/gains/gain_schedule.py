@@ -41,13 +41,16 @@ class GainSchedule:
         layers: Sequence[Layer],
         by_layer: Sequence[CodecSpec] = (),
         device: torch.device = HOST,
+        *,
+        sums_layers: bool = False,
     ) -> None:
         """
-        by_layer  codecs whose errors are measured by layer, one per measurement, in turn
-        device    where the gradients are
+        by_layer     codecs whose errors are measured by layer, one per measurement, in turn
+        device       where the gradients are
+        sums_layers  also sum their gradients, for `LayerError.top`
         """
         self.start(0)
-        self._device = device
+        self._device, self._sums_layers = device, sums_layers
         self._by_layer, self._num_measured = [make_codec(spec, device=device) for spec in by_layer], 0
         self._history = GradientHistory(layers)
         self._candidates = self._by_name(candidates)
@@ -83,7 +86,7 @@ class GainSchedule:
         """Return a meter of all candidates for one step. `key` seeds their random numbers."""
         by_layer = self._by_layer[self._num_measured % len(self._by_layer)] if self._by_layer else None
         self._num_measured += 1
-        return GainMeter(self._candidates, self._history, key, by_layer, self._device)
+        return GainMeter(self._candidates, self._history, key, by_layer, self._device, sums_layers=self._sums_layers)
 
     def charge(self, step: int, step_s: float, meter_s: float) -> None:
         """Postpone the next measurement until `meter_s`, spent in `step`, is no more than the allowed share."""

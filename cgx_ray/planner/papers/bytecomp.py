@@ -32,7 +32,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import NONE, CodecSpec, Device, Intra, Option, Scheme
+from cgx_ray.plan import NONE, CodecSpec, Device, Intra, Option, Scheme, options_of
 from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.pipeline import GroupCost, GroupEnd, Groups, Pipeline
@@ -60,6 +60,12 @@ def bytecomp(
         raise ConfigError(f"option {dense} takes compute time, dense does not; give the option that encodes nothing")
     chosen = _offload(pipeline, _compress(pipeline, dense, compressing), offloaded, max_trials)
     return _one_by_one(chosen)
+
+
+def tree_options(codec: CodecSpec) -> tuple[Option, ...]:
+    """Return the options that encode with `codec` and are in the tree, flat and hierarchical."""
+    schemes = {*_SCHEMES.values()} - {Scheme.DENSE}
+    return tuple(option for option in options_of(codec) if option.scheme in schemes)
 
 
 def twins(options: Sequence[Option]) -> dict[int, int]:

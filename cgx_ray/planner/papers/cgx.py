@@ -8,11 +8,11 @@ Shapes: L layers, W widths to choose from, K clusters
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from cgx_ray.plan import Scheme
+from cgx_ray.plan import CodecSpec, Scheme
 from cgx_ray.planner.bits import (
     ALPHA,
     QSGD,
@@ -32,7 +32,8 @@ from cgx_ray.planner.prediction import Measured, PlannedGroup
 
 
 def kmeans(problem: BitsProblem) -> BitsChoice:
-    """Choose bits by algorithm 1: cluster layers by (size, norm); the least norm - size gets the fewest bits.
+    """Choose bits by algorithm 1: cluster layers by size, and norm of the largest elements of the accumulated gradient.
+    The least norm - size gets the fewest bits.
 
     The algorithm has no bound on the error. Departure: it runs for each range of neighbouring widths, and the result
     with the fewest bytes within the error is taken. Both axes are divided by their largest value; the paper does not
@@ -124,7 +125,7 @@ def _best_of(problem: BitsProblem, choices: list[Ints]) -> BitsChoice:
 
 
 def _scaled_points(problem: BitsProblem) -> Floats:
-    point_L2 = np.array([[layer.numel, layer.norm] for layer in problem.layers], dtype=np.float64)
+    point_L2 = np.array([[layer.numel, layer.top_norm] for layer in problem.layers], dtype=np.float64)
     largest_2 = point_L2.max(axis=0)
     return np.asarray(point_L2 / np.where(largest_2 > 0, largest_2, 1.0))
 
@@ -165,28 +166,38 @@ METHODS: Mapping[str, Callable[[BitsProblem], BitsChoice]] = {
 }
 
 
-def layer_bits(errors: Mapping[str, LayerErrors], method: str, alpha: float = ALPHA) -> dict[str, int]:
-    """Return the bits of each layer, by the method with this name."""
-    choice = METHODS[method](BitsProblem(layers=tuple(errors.values()), alpha=alpha, widths=WIDTHS))
-    return dict(zip(errors, choice.bits, strict=True))
+def layer_bits(
+    errors: Mapping[str, LayerErrors],
+    method: str,
+    alpha: float = ALPHA,
+    widths: Sequence[int] = WIDTHS,
+    codec: CodecSpec = QSGD,
+) -> dict[str, int]:
+    """Return the bits of each layer, by the method with this name. Other arguments as in `BitsProblem`."""
+    problem = BitsProblem(layers=tuple(errors.values()), alpha=alpha, widths=tuple(widths), codec=codec)
+    return dict(zip(errors, METHODS[method](problem).bits, strict=True))
 
 
-def cgx_groups(measured: Measured, method: str, alpha: float = ALPHA) -> tuple[PlannedGroup, ...] | None:
+def cgx_groups(
+    measured: Measured, codec: CodecSpec, method: str, alpha: float = ALPHA, widths: Sequence[int] = WIDTHS
+) -> tuple[PlannedGroup, ...] | None:
     """Return CGX's plan: qsgd over sra with bits by layer. None before any error is known.
 
-    alpha  the largest error of all layers, over that of 4 bits
+    codec   qsgd that layers have, with other bits
+    alpha   the largest error of all layers, over that of 4 bits
+    widths  bits to choose from, ascending, the last one 4 or more
 
-    A layer whose gradient is 0 has no error and keeps the usual bits. Departure: if bits in force had a larger error
-    than expected of them, the next ones are chosen for an error that is smaller by that factor.
+    A layer whose gradient is 0 has no error and keeps the bits of `codec`. Departure: if bits in force had a larger
+    error than expected of them, the next ones are chosen for an error that is smaller by that factor.
     Neighbours with the same bits share a group, up to the usual size.
     """
     fixed = {name for group in measured.fixed for name in group.layers}
     large = [layer.name for layer in measured.layers if not layer.is_small and layer.name not in fixed]
     if not large:
-        return uniform_groups(measured, QSGD, Scheme.SRA)
+        return uniform_groups(measured, codec, Scheme.SRA)
     known = {name: measured.layer_errors[name] for name in large if name in measured.layer_errors}
     if not known:
         return None
-    # With alpha 1, 4 bits everywhere are within the error.
-    bits = layer_bits(known, method, max(1.0, alpha / measured.error_excess))
-    return uniform_groups(measured, QSGD, Scheme.SRA, bits)
+    # With alpha 1, 4 bits everywhere are within the error, and so are more.
+    bits = layer_bits(known, method, max(1.0, alpha / measured.error_excess), widths, codec)
+    return uniform_groups(measured, codec, Scheme.SRA, bits)

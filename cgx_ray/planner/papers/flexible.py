@@ -5,18 +5,18 @@ so the answer is a point of the front, the trials that no other beats in all thr
 
 1. Trials of the densities 0.1, 0.033, 0.011, 0.004 and 0.001, measured (`Attachment.explore`) or predicted (`predict`),
    or of a grid of 12 per decade (`density_grid`), fine enough that the front is exact. `nsga2` searches any density.
-   The gain of every density comes from one histogram of magnitudes of the error-fed gradient, so predicting takes no
-   training step. The paper measures: 10 steps per candidate from one checkpoint, as `Attachment.explore` does.
+   The paper measures: 10 steps per candidate from one checkpoint, as `Attachment.explore` does.
 2. `front` keeps the trials that no other beats.
 3. `knee` takes the trial nearest to the best of all objectives, each scaled to [0, 1] over the front. The paper takes
    "the knee-point" and does not define it.
 
-Collective (section 3-D): costs as the paper models them, and the limits of alpha / beta at which one collective
-overtakes another (equations 5a to 5c). `scheme_costs` has the costs of our schemes.
+Collective (section 3-D): the one with the least cost, by PRICES. Those of the paper are the costs of its collectives,
+and the limits of alpha / beta at which one overtakes another (equations 5a to 5c). Ours, in `scheme_costs`, differ: our
+allgather takes one hop, and our trees halve what they send at each level.
 
-Run time (`FlexibleLoop`): density and collective are chosen again when the gain of the density in use has changed by
-10 %, or alpha or beta by 25 %. Departure: gains come from the curve of the last measured gradients and times are
-predicted, so nothing is trained and undone.
+Run time (`FlexibleLoop`): density and collective are chosen again when the gain in use has changed by 10 %, or alpha or
+beta by 25 %. Departure: gains are those that ranks measure (`known_gain`), and times are predicted, so nothing is
+trained and undone.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import CodecSpec, Option, Scheme
-from cgx_ray.planner.candidates import CodecCost, codec_cost_of
-from cgx_ray.planner.cost import Link, Network, check_exchange
+from cgx_ray.plan import NONE, CodecSpec, Option, Scheme
+from cgx_ray.planner.candidates import CodecCost
+from cgx_ray.planner.cost import Link, Network, check_exchange, terms
 from cgx_ray.planner.legs import legs
 from cgx_ray.planner.papers.groups import uniform_groups
 from cgx_ray.planner.prediction import Measured, PlannedGroup
@@ -43,7 +43,10 @@ CANDIDATE_DENSITIES = (0.1, 0.033, 0.011, 0.004, 0.001)
 GAIN_TRIGGER, LINK_TRIGGER = 0.1, 0.25
 # By the name that users give.
 METHODS = ("knee", "nsga2")
-# Equation 5c chooses between these.
+# By the name that users give, and in words: costs of the schemes as they run here, or of the paper's collectives, which
+# do not.
+PRICES = {"run": "priced as it runs", "paper": "priced by equations 5a to 5c"}
+# Equations 5a to 5c choose between these.
 SCHEMES = (Scheme.ALLGATHER, Scheme.ARTOPK_RING, Scheme.ARTOPK_TREE)
 
 
@@ -77,40 +80,48 @@ class Trial:
 
 def predict(
     network: Network,
-    codec_cost: CodecCost,
+    cost_of: Callable[[Option], CodecCost],
     numels: Sequence[int],
-    gain: Callable[[float], float],
-    schemes: Sequence[Scheme] = SCHEMES,
+    gain: Callable[[Option], float],
+    prices: str = "run",
 ) -> Callable[[float], Trial]:
-    """Return a function from density to the trial of top-k over the scheme with the fastest exchange (equation 5c).
+    """Return a function from density to the trial of top-k over the scheme with the fastest exchange.
 
-    codec_cost  of top-k, the same for all densities
-    numels      elements of each compressed group, float32
-    gain        by density, for example `interpolate_gain` of a gain curve
+    cost_of  codec times, such as `Measured.cost_of`
+    numels   elements of each compressed group, float32
+    gain     by option, such as `known_gain`
+    prices   of exchanges, one of PRICES. By those of the paper all groups are one message between single ranks
     """
+    num_workers = network.num_workers
 
     def trial(density: float) -> Trial:
         codec = CodecSpec(name="topk", density=density)
         exchanges_s, codecs_s = {}, {}
-        for scheme in schemes:
+        for scheme in SCHEMES:
             option = Option(codec=codec, scheme=scheme)
+            codec_cost = cost_of(option)
             parts = [leg for numel in numels for leg in legs(option, network, numel)]
             exchanges_s[scheme] = math.fsum(leg.link.seconds(leg.hops, leg.num_bytes) for leg in parts)
             codecs_s[scheme] = math.fsum(leg.encode_s(codec_cost) + leg.decode_s(codec_cost) for leg in parts)
-        fastest = min(schemes, key=lambda scheme: exchanges_s[scheme])
+        fastest = min(SCHEMES, key=lambda scheme: exchanges_s[scheme])
+        if prices == "paper":
+            value_bytes = 4 * density * sum(numels)
+            fastest = collective(num_workers, value_bytes, network.between)
+            exchanges_s[fastest] = paper_exchange_s(fastest, num_workers, value_bytes, network.between)
+        option = Option(codec=codec, scheme=fastest)
         return Trial(
             codec=codec,
             scheme=fastest,
             codec_s=codecs_s[fastest],
             exchange_s=exchanges_s[fastest],
-            gain=gain(density),
+            gain=gain(option),
         )
 
     return trial
 
 
 def interpolate_gain(densities: Sequence[float], gains: Sequence[float]) -> Callable[[float], float]:
-    """Return the gain at any density, from points such as `StepSample.gain_curve`, linear in logarithms.
+    """Return the gain at any density, from points at rising densities, linear in logarithms.
 
     Below the first density the gain falls in proportion to the density, the least that top-k can keep.
     """
@@ -124,6 +135,29 @@ def interpolate_gain(densities: Sequence[float], gains: Sequence[float]) -> Call
         if density < density_D[0]:
             return float(gain_D[0] * density / density_D[0])
         return float(np.exp(np.interp(math.log(density), np.log(density_D), np.log(gain_D))))
+
+    return gain
+
+
+def known_gain(measured: Measured, densities: Sequence[float]) -> Callable[[Option], float] | None:
+    """Return the gain of top-k over any of SCHEMES, known from those at `densities`; None if one of these is unknown.
+
+    That over AR-Topk is the gain at the indices of another rank, which is far less than at a rank's own: as every
+    policy's, it is predicted for the time when error feedback has settled (`codecs.shadow`), and measured in use.
+    """
+    by_scheme = {}
+    for scheme in SCHEMES:
+        known = {}
+        for density in sorted({*densities}):
+            found = measured.gain_of(Option(codec=CodecSpec(name="topk", density=density), scheme=scheme))
+            if found is None:
+                return None
+            known[density] = found
+        by_scheme[scheme] = interpolate_gain(tuple(known), tuple(known.values()))
+
+    def gain(option: Option) -> float:
+        assert option.codec.density is not None
+        return measured.gain_of(option) or by_scheme[option.scheme](option.codec.density)
 
     return gain
 
@@ -212,6 +246,16 @@ def artopk_tree_s(num_workers: int, wire_bytes: float, link: Link, index_bytes: 
     return link.seconds(3 * log_N, log_N * (2 * (wire_bytes - index_bytes) + index_bytes))
 
 
+def paper_exchange_s(scheme: Scheme, num_workers: int, value_bytes: float, link: Link) -> float:
+    """Return the seconds of an exchange over one of SCHEMES by the paper. `value_bytes` as below."""
+    wire_bytes = 2 * value_bytes
+    if scheme is Scheme.ALLGATHER:
+        return allgather_tree_s(num_workers, wire_bytes, link)
+    if scheme is Scheme.ARTOPK_TREE:
+        return artopk_tree_s(num_workers, wire_bytes, link, value_bytes)
+    return link.seconds(*terms(scheme, num_workers, 0, wire_bytes, value_bytes))
+
+
 # Equations 5a to 5c follow from the costs of section 3-D, with log to base 2: allgather is `allgather_tree_s`, equation
 # 4a is artopk_ring in `scheme_costs`, equation 4b is `artopk_tree_s`. value_bytes is the paper's Mc, the bytes of the
 # values that one rank sends. Their indices take as many bytes, so wire_bytes is 2 Mc. With one worker all costs and all
@@ -264,21 +308,23 @@ def collective(num_workers: int, value_bytes: float, link: Link) -> Scheme:
     return Scheme.ALLGATHER
 
 
-def choose(measured: Measured, method: str = "knee", densities: Sequence[float] = CANDIDATE_DENSITIES) -> Trial:
-    """Return the knee over `densities`, or with "nsga2" over all between, each over the collective of equations 5.
+def choose(
+    measured: Measured,
+    gain: Callable[[Option], float],
+    method: str = "knee",
+    densities: Sequence[float] = CANDIDATE_DENSITIES,
+    prices: str = "run",
+) -> Trial:
+    """Return the knee over `densities`, or with "nsga2" over all between.
 
-    Needs `measured.gain_curve`. Raises ConfigError for "nsga2" without pymoo.
+    gain    as from `known_gain`
+    prices  as in `predict`
+
+    Raises ConfigError for "nsga2" without pymoo.
     """
-    curve = measured.gain_curve
-    gain = interpolate_gain(sorted(curve), [curve[density] for density in sorted(curve)])
-    fixed = {name for group in measured.fixed for name in group.layers}
-    numels = [layer.numel for layer in measured.layers if not layer.is_small and layer.name not in fixed]
-    network, cost = measured.network, codec_cost_of(measured.codec_costs, CodecSpec(name="topk"))
-
-    def trial(density: float) -> Trial:
-        scheme = collective(network.num_workers, 4 * density * sum(numels), network.between)
-        return predict(network, cost, [sum(numels)], gain, [scheme])(density)
-
+    groups = uniform_groups(measured, CodecSpec(name="topk"), Scheme.ALLGATHER)
+    numels = [group.numel for group in groups if not group.is_fixed and group.option.codec != NONE]
+    trial = predict(measured.network, measured.cost_of, numels, gain, prices)
     if method == "nsga2":
         return knee(nsga2(trial, min(densities), max(densities)))
     return knee([trial(density) for density in densities])
@@ -287,27 +333,28 @@ def choose(measured: Measured, method: str = "knee", densities: Sequence[float] 
 class FlexibleLoop:
     """The paper's loop: `groups` returns the plan of the moment, the same as before until a trigger fires."""
 
-    def __init__(self, method: str = "knee", densities: Sequence[float] = CANDIDATE_DENSITIES) -> None:
-        self._method, self._densities = method, tuple(densities)
+    def __init__(
+        self, method: str = "knee", densities: Sequence[float] = CANDIDATE_DENSITIES, prices: str = "run"
+    ) -> None:
+        self._method, self._densities, self._prices = method, tuple(densities), prices
         self._chosen: Trial | None = None
-        self._decided: Measured | None = None
+        # That it was chosen for.
+        self._link: Link | None = None
 
     def groups(self, measured: Measured) -> tuple[PlannedGroup, ...] | None:
-        """Return the plan, None before the gain curve is known."""
-        if not measured.gain_curve:
+        """Return the plan, None before the gains of all densities are known."""
+        gain = known_gain(measured, self._densities)
+        if gain is None:
             return None
-        if self._chosen is None or self._decided is None or self._trigger(self._chosen, self._decided, measured):
-            self._chosen, self._decided = choose(measured, self._method, self._densities), measured
+        if self._chosen is None or self._is_other(self._chosen, measured.network.between, gain):
+            self._chosen = choose(measured, gain, self._method, self._densities, self._prices)
+            self._link = measured.network.between
         return uniform_groups(measured, self._chosen.codec, self._chosen.scheme)
 
-    @staticmethod
-    def _trigger(chosen: Trial, before: Measured, now: Measured) -> bool:
-        assert chosen.codec.density is not None
-        was, is_now = (
-            interpolate_gain(tuple(one.gain_curve), tuple(one.gain_curve.values()))(chosen.codec.density)
-            for one in (before, now)
-        )
-        old, new = before.network.between, now.network.between
-        alpha, beta = new.alpha_s / old.alpha_s, new.beta_s_per_byte / old.beta_s_per_byte
+    def _is_other(self, chosen: Trial, link: Link, gain: Callable[[Option], float]) -> bool:
+        """Return whether a trigger fires: another gain of the option in use, or another link."""
+        assert self._link is not None
+        alpha, beta = link.alpha_s / self._link.alpha_s, link.beta_s_per_byte / self._link.beta_s_per_byte
         is_same_link = all(1 / (1 + LINK_TRIGGER) < ratio < 1 + LINK_TRIGGER for ratio in (alpha, beta))
-        return abs(is_now / was - 1) > GAIN_TRIGGER or not is_same_link
+        is_now = gain(Option(codec=chosen.codec, scheme=chosen.scheme))
+        return abs(is_now / chosen.gain - 1) > GAIN_TRIGGER or not is_same_link

@@ -1,11 +1,17 @@
-"""Groups of one codec for all layers except those of fixed groups: the plans of papers that fuse as DDP does."""
+"""Plans of the papers, from what was measured: one codec in DDP's groups, or groups that a search on a pipeline found.
+
+Layers with a rule of the user keep their groups, which stand among the others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
-from cgx_ray.plan import CodecSpec, Scheme, make_plan
+from cgx_ray.plan import DENSE, CodecSpec, Layer, Option, Scheme, make_plan
+from cgx_ray.planner.candidates import FREE
 from cgx_ray.planner.chain import place_fixed
+from cgx_ray.planner.pipeline import Groups, Pipeline, group_cost
 from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of
 
 
@@ -13,9 +19,54 @@ def uniform_groups(
     measured: Measured, codec: CodecSpec, scheme: Scheme, bits: Mapping[str, int] | None = None
 ) -> tuple[PlannedGroup, ...]:
     """Return the groups of `make_plan` for the layers without a rule, with the fixed groups among them."""
-    fixed = {name for group in measured.fixed for name in group.layers}
-    free = [layer for layer in measured.layers if layer.name not in fixed]
+    free = [layer for layer, _ in reversed(list(_free(measured)))]
     plan = make_plan(
         free, version=0, world_size=measured.network.num_workers, codec=codec, scheme=scheme, bits=bits or {}
     )
     return tuple(place_fixed(measured, groups_of(plan, free)))
+
+
+def pipeline_of(measured: Measured, options: Sequence[Option]) -> Pipeline:
+    """Return the layers without a rule as a pipeline, under each of `options`.
+
+    As in the papers, codecs take the device from backward, except where the host of a GPU encodes, and dense sums take
+    nothing from it.
+    """
+    layers, backward_s = zip(*_free(measured), strict=True)
+    costs = (
+        group_cost(
+            option,
+            network=measured.network,
+            codec_cost=FREE if option == DENSE else measured.cost_of(option),
+            item_bytes=layers[0].dense_bytes // layers[0].numel,
+            encodes_on="backward",
+            bus=measured.bus,
+        )
+        for option in options
+    )
+    return Pipeline(backward_s=backward_s, numel=tuple(layer.numel for layer in layers), costs=tuple(costs))
+
+
+def groups_on(measured: Measured, options: Sequence[Option], found: Groups) -> tuple[PlannedGroup, ...]:
+    """Return `found`, groups of `pipeline_of` these, as groups of a plan, with the fixed groups among them.
+
+    A group has one dtype, so it is cut where that changes.
+    """
+    layers = [layer for layer, _ in _free(measured)]
+    groups, start = [], 0
+    for end, option in found:
+        for _, alike in itertools.groupby(layers[start:end], key=lambda layer: layer.dtype):
+            groups.append(PlannedGroup.of(list(alike), options[option]))
+        start = end
+    return tuple(place_fixed(measured, groups))
+
+
+def _free(measured: Measured) -> Iterator[tuple[Layer, float]]:
+    """Yield the layers without a rule in the order of backward, with the seconds since the one before."""
+    fixed = {name for group in measured.fixed for name in group.layers}
+    waiting_s = 0.0
+    for layer, seconds in zip(reversed(measured.layers), measured.backward_s, strict=True):
+        waiting_s += seconds
+        if layer.name not in fixed:
+            yield layer, waiting_s
+            waiting_s = 0.0

@@ -16,14 +16,22 @@ from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases, pieces
 from cgx_ray.collectives.sra import Sra
 from cgx_ray.plan import DEVICE_PIECE_BYTES, NONE, CodecSpec, Layer, Option, Scheme, make_plan
-from cgx_ray.planner.candidates import host_name
+from cgx_ray.planner.candidates import CodecCost, host_name
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.engine_cost import HOST_ENGINE, EngineCost
 from cgx_ray.planner.legs import legs
 from cgx_ray.runtime_ext.streams import STREAMS, Mark, Streams
 from cgx_ray.session import calibrate as module
 from cgx_ray.session import engine_times
-from cgx_ray.session.calibrate import DEVICE_NUMELS, TURN_S, best_seconds, calibrate, measure_codec
+from cgx_ray.session.calibrate import (
+    DEVICE_NUMELS,
+    TURN_S,
+    best_seconds,
+    calibrate,
+    measure_codec,
+    measure_codecs,
+    slowest,
+)
 from cgx_ray.session.engine_times import (
     FEW_RANKS,
     LONG_BYTES,
@@ -130,9 +138,21 @@ def test_on_the_host_nothing_is_measured_by_rows_and_the_engine_costs_what_it_di
     layer = Layer(name="w", numel=1000, ndim=2)
     settings = Settings()
     plan = make_plan([layer], version=0, world_size=2)
-    found = calibrate(settings, [layer], plan, HOST)
+    found = calibrate(settings, [layer], plan, HOST, measure_codecs(settings, HOST))
     assert (found.engine, found.encodes_on, found.bus) == (HOST_ENGINE, "backward", None)
     assert not any(cost.encode_row_s for cost in found.codec_costs.values())
+
+
+def test_each_codec_takes_as_long_as_on_the_rank_where_a_group_takes_longest() -> None:
+    def cost(call_s: float, element_s: float) -> CodecCost:
+        return CodecCost(
+            encode_a_s=call_s, encode_b_s_per_element=element_s, decode_a_s=call_s, decode_b_s_per_element=element_s
+        )
+
+    usual, slow, late = cost(1e-5, 1e-9), cost(1e-6, 2e-9), cost(1e-3, 1e-9)
+    ranks = [{"bf16": usual, "qsgd": usual}, {"bf16": slow, "qsgd": late}, {}, {"bf16": late, "qsgd": usual}]
+    assert slowest(ranks) == {"bf16": slow, "qsgd": late}
+    assert slowest([{}, {}]) == {}
 
 
 def test_the_times_of_the_thread_are_found_from_those_of_groups() -> None:
@@ -225,7 +245,8 @@ def test_a_run_on_a_device_registers_what_it_measured_there(monkeypatch: pytest.
     monkeypatch.setattr(module, "DEVICE_NUMELS", (1 << 10, 1 << 14))
     layer = Layer(name="w", numel=1000, ndim=2)
     settings = Settings(policy="flexible")
-    found = calibrate(settings, [layer], make_plan([layer], version=0, world_size=2), DEVICE)
+    plan = make_plan([layer], version=0, world_size=2)
+    found = calibrate(settings, [layer], plan, DEVICE, measure_codecs(settings, DEVICE))
     assert (found.encodes_on, found.engine) == ("device", engine)
     assert all(cost.encode_a_s == pytest.approx(CALL_S, rel=1e-3) for cost in found.codec_costs.values())
     assert not any(name.endswith(host_name("")) for name in found.codec_costs)
