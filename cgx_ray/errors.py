@@ -1,9 +1,10 @@
 """Errors of cgx_ray. Every message says what was given, what is allowed and what to do next."""
 
+import difflib
 import errno
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class CGXError(Exception):
@@ -67,6 +68,17 @@ def limit_met(error: BaseException) -> str | None:
             "pids.max of the container, or free memory"
         )
     return None
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return which of `known` is most like `name`; "" if none is like it."""
+    return next(iter(difflib.get_close_matches(name, known, n=1)), "")
+
+
+def unknown(what: str, name: object, known: Sequence[str]) -> str:
+    """Say that `name` is none of `known`, which one it may be, and which there are. `what`: as "codec"."""
+    near = nearest(str(name), map(str, known))
+    return f"unknown {what} {name!r}; {f'did you mean {near!r}? ' if near else ''}known: {', '.join(known)}"
 
 
 def listed(names: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -26,6 +27,8 @@ from cgx_ray.why.records import NetworkCard, NodeFacts
 # Difference of two clocks from which on logs of nodes cannot be read side by side.
 MAX_OFFSET_S = 0.5
 _WAIT_S = 60.0
+# Nodes that are asked at once: on each the first task waits for a process to start, some seconds.
+_AT_ONCE = 64
 _PACKAGES = ("cgx-ray", "torch", "ray")
 
 
@@ -60,7 +63,9 @@ def cluster_findings(address: str) -> list[Finding]:
     """
     connect(address)
     nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    return findings_of([_ask(host, node_id) for host, node_id in sorted(nodes.items())])
+    hosts = sorted(nodes)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return findings_of(list(pool.map(_ask, hosts, [nodes[host] for host in hosts])))
 
 
 def findings_of(reports: Sequence[NodeReport]) -> list[Finding]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import signal
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cgx_ray.errors import CGXError
+from cgx_ray.errors import CGXError, nearest
 from cgx_ray.untrusted import printable_lines
 
 if TYPE_CHECKING:
@@ -56,8 +55,8 @@ class LazyGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            near = difflib.get_close_matches(args[0], self.places, n=1)
-            error.message += f" Did you mean {near[0]!r}?" if near else ""  # type: ignore[misc]
+            near = nearest(args[0], self.places)
+            error.message += f" Did you mean {near!r}?" if near else ""  # type: ignore[misc]
             raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -29,8 +29,8 @@ VARIABLE = "CGX_WHY"
 # Steps of which a record stays small enough for the store that ranks hand it over by.
 MAX_STEPS = 1000
 _LOOK_S = 0.2
-# Seconds that a script has to end after SIGTERM, and that one which got Ctrl-C from the terminal has to end by itself.
-_END_S, _INTERRUPTED_S = 40.0, 0.5
+# Seconds that a script which got Ctrl-C from the terminal has to end by itself.
+_INTERRUPTED_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,15 @@ class _Outputs:
     help="Steps to observe, after 5 to warm up.",
 )
 @click.option("--stop", is_flag=True, help="End the script after these steps; else it goes on, unobserved.")
+@click.option(
+    "--grace",
+    "grace_s",
+    type=click.FloatRange(min=0),
+    default=40.0,
+    show_default="40: torchrun gives its workers 30",
+    metavar="SECONDS",
+    help="Time that the script has to end after SIGTERM, before it is killed.",
+)
 @click.option("--probe", is_flag=True, help="Let nodes probe each other before the first step, some seconds per pair.")
 @click.option("--html", type=FILE, help="Write a page that works offline.")
 @click.option("--plot", type=PICTURE, help="Draw the mean step of each rank.")
@@ -65,6 +74,7 @@ class _Outputs:
 def why(
     steps: int,
     stop: bool,
+    grace_s: float,
     probe: bool,
     html: Path | None,
     plot: Path | None,
@@ -90,7 +100,7 @@ def why(
         options = ObserverOptions(num_steps=steps, probes=probe)
         (place / OPTIONS_FILE).write_text(json.dumps(asdict(options)))
         try:
-            failed = _run(command, place, stop=stop)
+            failed = _run(command, place, stop=stop, grace_s=grace_s)
         except KeyboardInterrupt:
             _report(place, " ".join(command), outputs)  # of what was seen until then
             raise
@@ -100,7 +110,7 @@ def why(
     raise SystemExit(failed or status)
 
 
-def _run(command: Sequence[str], folder: Path, *, stop: bool) -> int:
+def _run(command: Sequence[str], folder: Path, *, stop: bool, grace_s: float) -> int:
     """Run the training, with the terminal as it is. Return its status, 0 if it was ended after the last step."""
     try:
         child = subprocess.Popen(command, env={**os.environ, VARIABLE: str(folder)})
@@ -113,18 +123,18 @@ def _run(command: Sequence[str], folder: Path, *, stop: bool) -> int:
             # Asked after the end as well: ranks fail once those of another node were ended.
             is_over = stop and (folder / GATHERED_FILE).exists()
         if is_over:
-            _end(child)
+            _end(child, grace_s)
             return 0
     except KeyboardInterrupt:
         try:
             child.wait(_INTERRUPTED_S)
         except subprocess.TimeoutExpired:
-            _end(child)
+            _end(child, grace_s)
         raise
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def _end(child: subprocess.Popen[bytes], grace_s: float) -> None:
     """End a training with all that it has started."""
     try:
         started = psutil.Process(child.pid).children(recursive=True)
@@ -132,7 +142,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         started = []
     child.terminate()
     try:
-        child.wait(_END_S)
+        child.wait(grace_s)
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import EntryPoint
 
-from cgx_ray.errors import ConfigError
+from cgx_ray.errors import ConfigError, unknown
 from cgx_ray.installed import load, offered, package_of
 from cgx_ray.plan.built_in import BUILT_IN
 from cgx_ray.plan.codec_record import CodecRecord
@@ -82,8 +82,8 @@ def _load(name: str) -> CodecRecord:
     entry = _offered().get(name)
     if entry is None:
         raise ConfigError(
-            f"unknown codec {name!r}; known: {', '.join(known_codecs())}; install the package that brings it on all "
-            "nodes, or call cgx_ray.register_codec in this process"
+            f"{unknown('codec', name, known_codecs())}; install the package that brings it on all nodes, or call "
+            "cgx_ray.register_codec in this process"
         )
     record = load("codec", entry)
     if not isinstance(record, CodecRecord) or record.name != name:

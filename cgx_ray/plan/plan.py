@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from cgx_ray.errors import CGXError, ConfigError, PlanError
+from cgx_ray.errors import CGXError, ConfigError, PlanError, unknown
 from cgx_ray.plan.codec_spec import CodecSpec
 from cgx_ray.plan.option import (
     DENSE,
@@ -350,9 +350,9 @@ def as_option(given: Given, intra: Intra | str = Intra.FLAT) -> Option:
         )
     codec, scheme, inside = (*given, intra)[:3]
     if scheme not in tuple(Scheme):
-        raise ConfigError(f"unknown scheme {scheme!r}; known: {', '.join(Scheme)}")
+        raise ConfigError(unknown("scheme", scheme, tuple(Scheme)))
     if inside not in tuple(Intra):
-        raise ConfigError(f"unknown intra {inside!r}; known: {', '.join(Intra)}")
+        raise ConfigError(unknown("intra", inside, tuple(Intra)))
     codec = codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec)
     return Option(codec=codec, scheme=Scheme(scheme), intra=Intra(inside))
 

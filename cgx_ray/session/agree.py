@@ -17,7 +17,7 @@ from cgx_ray.collectives.transport.tcp import connect_mesh, connect_s, node_addr
 from cgx_ray.collectives.transport.transport import Transport
 from cgx_ray.errors import CGXError, ConfigError, PlanError
 from cgx_ray.plan import Layer, Plan
-from cgx_ray.session.settings import Settings
+from cgx_ray.session.settings import VARIABLE, Settings
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,6 +72,13 @@ def connect(
     return Transport(by.group, link, mesh, timeout_s, cuda_group, lifeline=lifeline, sockets=sockets)
 
 
+# What else than arguments of the script sets a setting.
+_SET_BY = {
+    "timeout_s": ", which init_process_group sets if attach does not",
+    "policy": f", which the environment variable {VARIABLE} replaces where it is set",
+}
+
+
 def agree_on_settings(
     settings: Settings | CGXError, folder: str | os.PathLike[str] | None, gather: Gatherer
 ) -> Settings:
@@ -84,7 +91,7 @@ def agree_on_settings(
     for rank, other in enumerate(everyones):
         for name, value in everyones[0].items():
             if other[name] != value:
-                hint = ", which init_process_group sets if attach does not" if name == "timeout_s" else ""
+                hint = _SET_BY.get(name, "")
                 raise ConfigError(
                     f"ranks were given different settings: rank {rank} has {name}={other[name]}, rank 0 {value}{hint}; "
                     "give every rank the same"

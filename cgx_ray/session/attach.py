@@ -24,7 +24,7 @@ from cgx_ray.control.policies.policy import Policy, Static
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.loss_scale import Scaler
 from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
-from cgx_ray.errors import CGXError, ConfigError
+from cgx_ray.errors import CGXError, ConfigError, unknown
 from cgx_ray.logs import show_lines
 from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme
 from cgx_ray.session import ddp
@@ -32,7 +32,15 @@ from cgx_ray.session.agree import GatheredGroup, agree_on_settings, watch
 from cgx_ray.session.attachment import Attachment, own_groups, process
 from cgx_ray.session.lines import end_line, start_line
 from cgx_ray.session.local_control import LocalControl
-from cgx_ray.session.settings import MAX_TIMEOUT_S, POLICY_ARGUMENTS, VARIABLE, Off, Settings, policy_variable
+from cgx_ray.session.settings import (
+    MAX_TIMEOUT_S,
+    POLICY_ARGUMENTS,
+    VARIABLE,
+    Off,
+    Settings,
+    of_variable,
+    policy_variable,
+)
 from cgx_ray.torch_compat import longest_timeout_s, uncompiled
 
 logger = logging.getLogger(__name__)
@@ -169,9 +177,9 @@ def _check_given(
 ) -> None:
     """Raise ConfigError if arguments of `attach` do not go together, or one would change nothing."""
     in_ray = process.session is not None
-    if unknown := sorted(others.keys() - _SETTINGS):
-        known = ", ".join(sorted({*_SETTINGS, *POLICY_ARGUMENTS}))
-        raise ConfigError(f"attach got {unknown[0]!r}, which is no setting; settings are {known}")
+    if others.keys() - _SETTINGS:
+        name = min(others.keys() - _SETTINGS)
+        raise ConfigError(f"attach got {unknown('setting', name, sorted({*_SETTINGS, *POLICY_ARGUMENTS}))}")
     if policy is None and (lost := sorted(given.keys() - set(_OF_STATIC))):
         wanted = "it to CGXConfig, which decides in Ray Train" if in_ray else "policy='adaptive', or another one"
         raise ConfigError(f"attach got {lost[0]} without a policy that has it; give {wanted}")
@@ -231,7 +239,8 @@ def _attach(
             control = None
             if process.session is None and plan is None and (settings.decides or folder is not None):
                 if _is_fsdp2(model):
-                    raise ConfigError("FSDP2 models keep one codec, nothing is decided; leave policy and folder out")
+                    said = "FSDP2 models keep one codec, nothing is decided; leave policy and folder out"
+                    raise ConfigError(said + of_variable())
                 control = make_control(settings, folder, model, world.gather)
                 undo.callback(control.close)
             session = control or (process.session if asks_controller else None)

@@ -21,7 +21,7 @@ from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.plan import BUILT_IN, CODECS_OF_SCHEME, CodecSpec, Intra, Layer, Plan, Scheme
 from cgx_ray.session.agree import GatheredGroup, agree, connect
 from cgx_ray.session.attachment import process
-from cgx_ray.session.settings import Settings
+from cgx_ray.session.settings import Settings, of_variable
 
 PARAMETER_CODECS = tuple(name for name, record in BUILT_IN.items() if record.for_parameters)
 
@@ -111,10 +111,10 @@ def _check(
     """Return the codec of gradients and that of parameters, None if they are not compressed."""
     chosen = settings.policy
     if plan is not None or not isinstance(chosen, Static):
-        given = "a plan" if plan is not None else f"policy {chosen!r}"
+        given = "a plan" if plan is not None else f"policy {chosen!r}{of_variable()}"
         raise ConfigError(
             f"attach got an FSDP2 model and {given}; this version takes one codec for the whole model: give attach a "
-            "`codec`, or CGXConfig policy='static' and a codec"
+            f"`codec`, or CGXConfig policy='static' and a codec"
         )
     option = chosen.option
     if option.intra is not Intra.FLAT:

@@ -16,7 +16,7 @@ from cgx_ray.collectives.transport.transport import DEFAULT_TIMEOUT_S
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.named_policies import as_policy
 from cgx_ray.control.policies.policy import Policy, Static
-from cgx_ray.errors import ConfigError
+from cgx_ray.errors import ConfigError, unknown
 from cgx_ray.plan import (
     DEFAULT_GROUP_BYTES,
     DENSE,
@@ -55,6 +55,12 @@ _NAMED: Mapping[str, Policy] = {"off": Off(scheme="dense"), "static": Static(), 
 def policy_variable() -> str:
     """Return what CGX_POLICY names; "" if it is not set."""
     return os.environ.get(VARIABLE, "").strip()
+
+
+def of_variable() -> str:
+    """Return the end of an error that a policy causes: that it is CGX_POLICY's. "" if that is not set."""
+    name = policy_variable()
+    return f" ({VARIABLE}={name} is set, which replaces other policies; unset it)" if name else ""
 
 
 def _overruled(policy: Policy) -> Policy:
@@ -143,7 +149,7 @@ class Settings:
     def __post_init__(self, *arguments: Any) -> None:
         self.policy = _overruled(as_policy(self.policy, dict(zip(POLICY_ARGUMENTS, arguments, strict=True))))
         if self.transport not in TRANSPORTS:
-            raise ConfigError(f"unknown transport {self.transport!r}; known: {', '.join(TRANSPORTS)}")
+            raise ConfigError(unknown("transport", self.transport, TRANSPORTS))
         counts = ("group_bytes", "num_streams", "weight_check_steps", "seed")
         whole = {name: getattr(self, name) for name in counts}
         if whole["group_bytes"] is None:

@@ -26,6 +26,13 @@ def hints(records: Sequence[RankRecord], paths: Sequence[Path]) -> tuple[str, ..
         for kind, name in cards
         if kind in ("tunnel", "bridge")
     ]
+    found += [
+        f"{name} of {node} says half duplex: it cannot send and receive at the same time; `ethtool {name}` on both "
+        "ends of the cable, and let both negotiate"
+        for node, name in sorted(
+            {(one.source, one.card.name) for one in paths if one.card is not None and one.card.duplex == "half"}
+        )
+    ]
     mtus = {path.card.mtu for path in paths if path.card is not None and path.source != path.target}
     if len(mtus) > 1:
         found.append(f"cards have different MTUs ({', '.join(map(str, sorted(mtus)))}): large packets may get lost")
@@ -61,5 +68,5 @@ def node_hints(nodes: Iterable[NodeFacts]) -> Iterator[str]:
             yield f"{node.name} has {', '.join(node.fabrics)}, yet gradients use sockets; `NCCL_DEBUG=INFO` says why"
         for gpu in node.gpus:
             fields = [field.strip() for field in gpu.split(",")]
-            if len(fields) == 4 and fields[1] != fields[2]:
-                yield f"{node.name}: {fields[0]} uses {fields[1]} of {fields[2]} PCIe lanes"
+            if len(fields) == 5 and fields[2] != fields[3]:
+                yield f"{node.name}: {fields[1]} uses {fields[2]} of {fields[3]} PCIe lanes"

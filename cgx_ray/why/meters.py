@@ -13,8 +13,8 @@ import socket
 import subprocess
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
@@ -27,7 +27,7 @@ from cgx_ray.why.records import Connection, NetworkCard, NodeFacts
 # Rates that are kept of a connection, and connections that are reported: those of 128 ranks, both ways. They bound the
 # memory of the observer.
 _MAX_RATES, MAX_CONNECTIONS = 512, 256
-_SMI_FIELDS = "name,pcie.link.width.current,pcie.link.width.max,clocks_throttle_reasons.active"
+_SMI_FIELDS = "uuid,name,pcie.link.width.current,pcie.link.width.max,clocks_throttle_reasons.active"
 _SMI_S = 5.0
 
 _Value = TypeVar("_Value")
@@ -57,22 +57,41 @@ class ConnectionMeter:
             self._rates.clear()
             self._timeouts.clear()
 
-    def sample(self) -> None:
-        """Look at all connections. Call it often: rates are those of the last messages, and closed ones are gone."""
+    def sample(self) -> tuple[int, float]:
+        """Look at all connections. Call it often: rates are those of the last messages, and closed ones are gone.
+
+        Return the bytes that they have received, and their seconds with data under way. Between two looks with the same
+        numbers nothing was.
+        """
         with self._lock:
+            received_bytes, busy_s = 0, 0.0
             for ends, info in _open_connections():
+                received_bytes, busy_s = received_bytes + info.received_bytes, busy_s + info.busy_s
                 before = self._last.get(ends, self._first.get(ends))
                 if before is None or info.sent_bytes > before.sent_bytes:
                     self._rates[ends].append(info.bytes_per_s)
                 self._timeouts[ends] = max(info.num_timeouts, self._timeouts.get(ends, 0))
                 self._last[ends] = info
+            if len(self._last) > 2 * MAX_CONNECTIONS:
+                self._forget()
+        return received_bytes, busy_s
 
     def read(self) -> tuple[Connection, ...]:
         """Return the connections that moved bytes, or tried to, those with the most bytes first."""
         with self._lock:
-            found = [self._connection(ends, info) for ends, info in self._last.items()]
+            return self._largest()
+
+    def _largest(self) -> tuple[Connection, ...]:
+        found = [self._connection(ends, info) for ends, info in self._last.items()]
         moved = [one for one in found if one.sent_bytes or one.received_bytes or one.num_timeouts]
         return tuple(sorted(moved, key=lambda one: -one.sent_bytes - one.received_bytes)[:MAX_CONNECTIONS])
+
+    def _forget(self) -> None:
+        """Forget all but the largest: a script may open connections for each batch."""
+        kept = {(one.own, one.other) for one in self._largest()}
+        for ends in self._last.keys() - kept:
+            for known in (self._last, self._rates, self._timeouts):
+                known.pop(ends, None)
 
     def _connection(self, ends: tuple[str, str], info: TcpInfo) -> Connection:
         first = self._first.get(ends)
@@ -124,18 +143,25 @@ class NodeMeter:
     """Cards and processors of this node, and what this process waited for a processor."""
 
     def __init__(self) -> None:
-        self._first = _counters()
+        self.begin()
 
     def begin(self) -> None:
         """Count from now on."""
         self._first = _counters()
+        self._quiet = 0.0, Counter[str]()
+
+    def add_quiet(self, before: Mapping[str, int], after: Mapping[str, int], seconds: float) -> None:
+        """Count what cards carried, as of `card_bytes`, while nothing of this process was under way."""
+        quiet_s, num_bytes = self._quiet
+        more = Counter({name: after[name] - before.get(name, after[name]) for name in after})
+        self._quiet = quiet_s + seconds, num_bytes + more
 
     def read(self, *, asks_gpus: bool) -> tuple[NodeFacts, float, float]:
         """Return the node, the seconds that were measured, and those of them that threads waited for a processor.
 
         asks_gpus  of one process per node: nvidia-smi takes a second
         """
-        first, last = self._first, _counters()
+        first, last, (quiet_s, num_bytes) = self._first, _counters(), self._quiet
         spent = {name: seconds - first.processors.get(name, 0.0) for name, seconds in last.processors.items()}
         all_s = sum(spent.values()) or 1.0
         facts = NodeFacts(
@@ -147,11 +173,16 @@ class NodeMeter:
             shared_bytes=_taken(lambda: shutil.disk_usage("/dev/shm").total, 0),
             open_files=_taken(lambda: len(os.listdir("/proc/self/fd")), 0),
             max_open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-            cards=_cards(first, last),
+            cards=_cards(first, last, {name: count / quiet_s for name, count in num_bytes.items()}),
             fabrics=_taken(_fabrics, ()),
             gpus=_taken(_gpus, ()) if asks_gpus else (),
         )
         return facts, last.at_s - first.at_s, max(0.0, last.waited_s - first.waited_s)
+
+
+def card_bytes() -> dict[str, int]:
+    """Return the bytes that each card has sent and received since it was started."""
+    return {name: sent + received for name, (sent, received, _) in _card_counts().items()}
 
 
 def versions() -> dict[str, str]:
@@ -160,17 +191,21 @@ def versions() -> dict[str, str]:
 
 
 def _counters() -> _Counters:
-    cards = _taken(lambda: psutil.net_io_counters(pernic=True), dict[str, Any]())
     return _Counters(
         at_s=time.monotonic(),
-        cards={
-            name: (count.bytes_sent, count.bytes_recv, count.errin + count.errout + count.dropin + count.dropout)
-            for name, count in cards.items()
-        },
+        cards=_card_counts(),
         processors=_taken(lambda: psutil.cpu_times()._asdict(), {}),
         throttled_s=_throttled_s(),
         waited_s=_waited_s(),
     )
+
+
+def _card_counts() -> dict[str, tuple[int, int, int]]:
+    counts = _taken(lambda: psutil.net_io_counters(pernic=True, nowrap=False), dict[str, Any]())
+    return {
+        name: (one.bytes_sent, one.bytes_recv, one.errin + one.errout + one.dropin + one.dropout)
+        for name, one in counts.items()
+    }
 
 
 def _throttled_s() -> float:
@@ -191,7 +226,7 @@ def _waited_s() -> float:
     return 1e-9 * found
 
 
-def _cards(first: _Counters, last: _Counters) -> tuple[NetworkCard, ...]:
+def _cards(first: _Counters, last: _Counters, quiet_bytes_per_s: Mapping[str, float]) -> tuple[NetworkCard, ...]:
     addresses = _taken(psutil.net_if_addrs, dict[str, Any]())
     cards = []
     for name, stats in _taken(psutil.net_if_stats, dict[str, Any]()).items():
@@ -214,6 +249,7 @@ def _cards(first: _Counters, last: _Counters) -> tuple[NetworkCard, ...]:
                 sent_bytes=sent,
                 received_bytes=received,
                 num_errors=errors,
+                quiet_bytes_per_s=quiet_bytes_per_s.get(name),
             )
         )
     return tuple(cards)

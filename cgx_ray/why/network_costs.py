@@ -20,6 +20,8 @@ _FASTER = 1.5
 _LOSSY = 0.003
 # Share of a card's bytes from others that counts as traffic, and what headers and acknowledgements add to our own.
 _TRAFFIC, _OVERHEAD = 0.2, 1.1
+# Share of its rate that traffic of others must keep while the training sends nothing: else it may be the training's.
+_QUIET = 0.5
 # Share of backward beside which the exchange must lie to count as hidden, and buckets that let it.
 _HIDDEN, _NUM_BUCKETS = 0.2, 8
 
@@ -32,7 +34,6 @@ def network_costs(records: Sequence[RankRecord], parts: StepParts, paths: Sequen
         for cost in (
             stalled_cost(records, paths, network_s),
             _other_card(records, between, network_s),
-            _half_duplex(between, network_s),
             _loss(between, network_s),
             _traffic(records, between, network_s),
             _latency(records, between, parts),
@@ -99,21 +100,6 @@ def is_faster(card: NetworkCard, own: NetworkCard) -> bool:
     return is_other and 0 < own.bit_per_s < card.bit_per_s
 
 
-def _half_duplex(paths: Sequence[Path], network_s: float) -> StepCost | None:
-    half = next((path for path in paths if path.card is not None and path.card.duplex == "half"), None)
-    if half is None or half.card is None:
-        return None
-    return StepCost(
-        bound=Bound.NETWORK,
-        seconds=network_s / 2,
-        who=f"card {half.card.name} of {half.source}",
-        phrase=f"card {half.card.name} of {half.source}, which cannot send and receive at the same time",
-        evidence="its driver says half duplex",
-        remedy=f"`ethtool {half.card.name}` on both ends of the cable; let both negotiate, or set both alike",
-        saves_s=network_s / 2,
-    )
-
-
 def _loss(paths: Sequence[Path], network_s: float) -> StepCost | None:
     lossy = [path for path in paths if path.resent_share >= _LOSSY]
     if not lossy:
@@ -139,18 +125,19 @@ def _traffic(records: Sequence[RankRecord], paths: Sequence[Path], network_s: fl
     worst: tuple[float, str, str, float] | None = None
     for name in dict.fromkeys(path.source for path in paths):
         ranks = [record for record in records if record.node.name == name]
-        ends = [(one, ranks[0].node) for record in ranks for one in record.connections]
+        ends = [one for record in ranks for one in record.connections]
         for card in ranks[0].node.cards:
-            mine = [one for one, _ in ends if one.own.rpartition(":")[0] in card.addresses]
-            seen_s = ranks[0].seen_s
-            if not mine or card.kind == "loopback" or seen_s <= 0:
+            mine = [one for one in ends if one.own.rpartition(":")[0] in card.addresses]
+            seen_s, quiet = ranks[0].seen_s, _quiet_bytes_per_s(ranks, card.name)
+            if not mine or card.kind == "loopback" or seen_s <= 0 or quiet is None:
                 continue
             for others, all_bytes in (
                 (card.sent_bytes - _OVERHEAD * sum(one.sent_bytes for one in mine), card.sent_bytes),
                 (card.received_bytes - _OVERHEAD * sum(one.received_bytes for one in mine), card.received_bytes),
             ):
                 share = others / all_bytes if all_bytes else 0.0
-                if share >= _TRAFFIC and (worst is None or share > worst[0]):
+                is_others = share >= _TRAFFIC and quiet >= _QUIET * others / seen_s
+                if is_others and (worst is None or share > worst[0]):
                     worst = (share, name, card.name, 8 * others / seen_s)
     if worst is None:
         return None
@@ -160,11 +147,18 @@ def _traffic(records: Sequence[RankRecord], paths: Sequence[Path], network_s: fl
         seconds=network_s * share,
         who=f"card {card_name} of {node}",
         phrase=f"a link that {node} shares with other traffic",
-        evidence=f"{share:.0%} of the bytes on {card_name} are not this training's: {format_measured_rate(bit_per_s)}",
+        evidence=f"{share:.0%} of the bytes on {card_name} are not this training's: {format_measured_rate(bit_per_s)}, "
+        "also while it exchanges nothing",
         remedy=f"`ss -tinp` or `iftop -i {card_name}` on {node} shows whose they are; move that "
         "job, or use another card",
         saves_s=network_s * share,
     )
+
+
+def _quiet_bytes_per_s(ranks: Sequence[RankRecord], name: str) -> float | None:
+    """Return the least that the card carried while a rank of its node had nothing under way: others may have had."""
+    cards = [card for record in ranks for card in record.node.cards if card.name == name]
+    return min((card.quiet_bytes_per_s for card in cards if card.quiet_bytes_per_s is not None), default=None)
 
 
 def _latency(records: Sequence[RankRecord], paths: Sequence[Path], parts: StepParts) -> StepCost | None:

@@ -29,25 +29,28 @@ class Observer:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._backend = dist.get_backend()
         self._probes: tuple[ProbedPath, ...] = ()
+        self._gpu = ""
         is_one_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == self._world_size
-        self._store = default_store()
         self._watch = Watch(
             guard.folder,
             self._rank,
             self._world_size,
-            None if is_one_node else self._store,
+            None if is_one_node else default_store(),
             self._record,
             guard.wrapped,
         )
-        self._steps = StepObserver(self._options.num_steps, self._watch.begin, self._watch.end)
+        self._steps = StepObserver(self._options.num_steps, self._watch.begin, self._watch.end, guard.wrapped)
         self._process = os.getpid()
         self._watch.start()
 
     def add_model(self, model: DistributedDataParallel) -> None:
         """Observe a model that was just built. A collective call if ranks probe each other."""
+        device = next(model.parameters()).device
+        if device.type == "cuda" and not self._gpu:
+            self._gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
         if self._options.probes and not self._steps.num_models:
-            self._probes = probe_ranks(self._store, self._rank, self._world_size)
-        self._steps.add_model(model, self._guard.wrapped)
+            self._probes = probe_ranks(default_store(), self._rank, self._world_size)
+        self._steps.add_model(model)
 
     def finish(self) -> None:
         """Hand over what was seen until now, at the end of the process."""
@@ -63,6 +66,7 @@ class Observer:
             world_size=self._world_size,
             backend=self._backend,
             device=steps.device,
+            gpu=self._gpu,
             num_models=steps.num_models,
             num_warm=steps.num_warm,
             steps=tuple(steps.steps),

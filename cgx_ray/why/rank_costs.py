@@ -22,13 +22,13 @@ def rank_costs(records: Sequence[RankRecord], parts: StepParts) -> Iterator[Step
     crowd = waiting_threads(records)
     yield StepCost(
         bound=Bound.RANK,
-        seconds=parts.uneven_s,
+        seconds=parts.uneven_s - parts.uneven_input_s,
         who="ranks in turns",
         phrase="ranks that come last in turns",
         evidence="they end backward at different times, now one later and now another one"
         + (crowd and f"; their {crowd}"),
         remedy="batches of equal work on all ranks, such as texts sorted by length; processors that nobody else uses",
-        saves_s=parts.uneven_s,
+        saves_s=parts.uneven_s - parts.uneven_input_s,
     )
 
 
@@ -82,9 +82,11 @@ def _why_slow(record: RankRecord, others: Sequence[RankRecord]) -> tuple[str, st
             f"; its threads wait {waited:.0%} of the time for a processor, others {others_waited:.0%}",
             f"`top` on {node.name} shows what else runs there: end it, or give ranks processors of their own",
         )
-    slowed = [line for line in node.gpus if _is_slowed(line)]
-    if slowed:
-        return f"; its GPU: {slowed[0]}", f"`nvidia-smi -q -d PERFORMANCE,TEMPERATURE` on {node.name}"
+    # The first rank of a node has asked its GPUs.
+    gpus = [line for one in (record, *others) if one.node.name == node.name for line in one.node.gpus]
+    for uuid, _, gpu in (line.partition(", ") for line in gpus):
+        if uuid == record.gpu and _is_slowed(gpu):
+            return f"; its GPU: {gpu}", f"`nvidia-smi -q -d PERFORMANCE,TEMPERATURE -i {uuid}` on {node.name}"
     return "", f"compare its batch size and device with the others'; `nvidia-smi`, `lscpu` on {node.name}"
 
 
@@ -103,4 +105,13 @@ def input_costs(parts: StepParts) -> Iterator[StepCost]:
         evidence="on every rank that time passes between the optimizer's step and the next forward pass",
         remedy=_INPUT_REMEDY,
         saves_s=parts.input_s,
+    )
+    yield StepCost(
+        bound=Bound.INPUT,
+        seconds=parts.uneven_input_s,
+        who="ranks in turns",
+        phrase="the input of ranks in turns",
+        evidence="before forward ranks take longer in turns, now one and now another one, and the others wait for it",
+        remedy=_INPUT_REMEDY,
+        saves_s=parts.uneven_input_s,
     )

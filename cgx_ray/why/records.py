@@ -99,6 +99,8 @@ class NetworkCard:
     kind          "physical", "virtual" (a container's or a machine's), "bridge", "tunnel" or "loopback"
     sent_bytes, received_bytes, num_errors
                   while steps were measured, of all programs; errors are packets that were broken or dropped
+    quiet_bytes_per_s
+                  both ways, in moments without a byte of the rank's process under way; None if none was seen
     """
 
     name: str
@@ -110,6 +112,7 @@ class NetworkCard:
     sent_bytes: int
     received_bytes: int
     num_errors: int
+    quiet_bytes_per_s: float | None = None
 
 
 def is_card(card: NetworkCard) -> bool:
@@ -129,7 +132,8 @@ class NodeFacts:
     open_files, max_open_files
                     of this process
     fabrics         RDMA devices with an active port
-    gpus            one line per GPU of nvidia-smi: name, width of its bus now and at most, reasons that slow its clock
+    gpus            one line per GPU of nvidia-smi: UUID, name, width of its bus now and at most, reasons that slow its
+                    clock
     """
 
     name: str
@@ -166,6 +170,7 @@ class RankRecord:
     is_whole       True once all steps were measured, or the process ended
     backend        of the process group, as "gloo"
     device         type of the model's device; "" without a model
+    gpu            UUID of that device, as nvidia-smi has it; "" if it is no GPU
     num_models     DDP models that were built; 0: steps are unknown
     num_warm       steps before those in `steps`
     steps          in order, the same ones on all ranks
@@ -183,6 +188,7 @@ class RankRecord:
     world_size: int
     backend: str
     device: str = ""
+    gpu: str = ""
     num_models: int = 0
     num_warm: int = 0
     steps: tuple[StepTimes, ...] = ()

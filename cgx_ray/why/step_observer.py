@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from cgx_ray.engine.forward_hook import ForwardHook
 from cgx_ray.runtime_ext.streams import Mark, streams_of
@@ -22,8 +23,6 @@ from cgx_ray.why.records import ObservedLayer, StepTimes
 
 # First steps, in which DDP makes its buckets anew, kernels are chosen and caches fill.
 NUM_WARM_STEPS = 5
-# Steps whose readiness of gradients is kept: it is that of the median one.
-_NUM_READY = 16
 
 Part = Literal["input", "forward", "backward", "exposed", "rest"]
 
@@ -37,6 +36,8 @@ class _Clock(Protocol):
 
     def seconds(self, first: Any, last: Any) -> float: ...
 
+    def is_capturing(self) -> bool: ...
+
 
 class _HostMarks:
     def mark(self) -> float:
@@ -48,12 +49,16 @@ class _HostMarks:
     def seconds(self, first: float, last: float) -> float:
         return last - first
 
+    def is_capturing(self) -> bool:
+        return False
+
 
 class _DeviceMarks:
     """Marks the current stream, behind which the host runs ahead. Nobody waits for a mark."""
 
     def __init__(self, device: torch.device) -> None:
         self._streams = streams_of(device)
+        self.is_capturing = self._streams.is_capturing
 
     def mark(self) -> Mark:
         return self._streams.mark()
@@ -79,10 +84,11 @@ class _Raw(NamedTuple):
 
 
 class _Observed:
-    """A model, and when its gradients were ready in the last steps: seconds from the begin of forward, on the host.
+    """A model, and when its gradients were ready in the warm steps: seconds from the begin of forward, on the host.
 
-    first_bucket, missing
-              places of the gradients with which the exchange begins, and of those still to come in this backward
+    hooks        of its gradients, in the order of its parameters
+    first_full   place of the gradient with which the exchange begins, the only one with a hook after the warm steps:
+                 a call for each gradient takes 5 % of short steps. None, and hooks on all, if DDP does not say which
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
@@ -90,11 +96,27 @@ class _Observed:
         self.model = weakref.ref(model)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.numel = sum(parameter.numel() for parameter in parameters)
+        self.hooks: list[RemovableHandle] = []
         self.begin_s = 0.0
         self.ready_at_s = [0.0] * len(parameters)
-        self.ready_s: deque[list[float]] = deque(maxlen=_NUM_READY)
-        self.first_bucket: frozenset[int] = frozenset()
-        self.missing: set[int] = set()
+        self.ready_s: list[list[float]] = []
+        self.first_full: int | None = None
+        self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
+
+    def end_warm_steps(self, model: DistributedDataParallel) -> tuple[int, ...]:
+        """Keep only the hook that times need; return the bytes of DDP's buckets, or () if it does not say them."""
+        if not has_rebuilt_buckets(model):
+            return ()  # with unused parameters DDP keeps its first buckets, in another order than that of backward
+        try:
+            buckets = bucket_parameters(model)
+        except RuntimeError:
+            return ()  # gradients are sparse, of which DDP does not say where they are
+        last = max((self._places[id(one)] for one in buckets[0]), key=lambda place: self.ready_at_s[place])
+        if self.ready_at_s[last]:  # and not frozen since DDP was built
+            self.first_full = last
+            for hook in self.hooks[:last] + self.hooks[last + 1 :]:
+                hook.remove()
+        return tuple(sum(one.numel() * one.element_size() for one in bucket) for bucket in buckets)
 
 
 class StepObserver:
@@ -103,18 +125,28 @@ class StepObserver:
     A step ends with the last optimizer step before the next forward pass. It may have several backward passes, of one
     model or more; parts of one name are added up. Without an exchange it is none. Evaluations are in no step.
 
+    While a CUDA graph is captured, hooks do nothing.
+
     lead  the largest model that was there after the warm steps; None before that
     """
 
-    def __init__(self, num_steps: int, on_begin: Callable[[], None], on_end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        num_steps: int,
+        on_begin: Callable[[], None],
+        on_end: Callable[[], None],
+        guarded: Callable[..., Callable[..., None]],
+    ) -> None:
         """
         num_steps  steps to measure, after NUM_WARM_STEPS
         on_begin   called after the last warm step
         on_end     called after the last step, when its times are known
+        guarded    as `Guard.wrapped`
         """
-        self._num_steps, self._on_begin, self._on_end = num_steps, on_begin, on_end
+        self._num_steps, self._on_begin, self._on_end, self._guarded = num_steps, on_begin, on_end, guarded
+        self._on_backward_end, self._on_exchange_end = guarded(self._backward_ended), guarded(self._exchange_ended)
         self._clock: _Clock = _HostMarks()
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         self._models: list[_Observed] = []
         self.lead: _Observed | None = None
         self.device = ""
@@ -142,8 +174,8 @@ class StepObserver:
         """Exchanges of a step: above 1 if gradients are averaged in each of several backward passes."""
         return self._all_exchanges / len(self.steps) if self.steps else 1.0
 
-    def add_model(self, model: DistributedDataParallel, guarded: Callable[..., Callable[..., None]]) -> None:
-        """Observe `model` from now on. `guarded`: as `Guard.wrapped`."""
+    def add_model(self, model: DistributedDataParallel) -> None:
+        """Observe `model` from now on."""
         if self.is_done:
             return
         one, first = _Observed(model), next(model.parameters())
@@ -152,17 +184,26 @@ class StepObserver:
             if self.device == "cuda":
                 self._clock = _DeviceMarks(first.device)
             # Dynamo, which compiled models and steps would have look into hooks, cannot.
-            stepped = torch.compiler.disable(guarded(self._optimizer_stepped))
+            stepped = torch.compiler.disable(self._hook(self._optimizer_stepped))
             self._handles.append(register_optimizer_step_post_hook(stepped))
-        before = torch.compiler.disable(guarded(partial(self._before_forward, one), self.close))
-        after = torch.compiler.disable(guarded(partial(self._after_forward, one)))
+        before = torch.compiler.disable(self._hook(partial(self._before_forward, one), self.close))
+        after = torch.compiler.disable(self._hook(partial(self._after_forward, one)))
         self._handles.append(model.register_forward_pre_hook(ForwardHook(before)))
         self._handles.append(model.register_forward_hook(ForwardHook(after)))
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for place, parameter in enumerate(trained):
-            call = guarded(partial(self._gradient_ready, one, place))
-            self._handles.append(parameter.register_post_accumulate_grad_hook(call))
+            call = self._hook(partial(self._gradient_ready, one, place))
+            one.hooks.append(parameter.register_post_accumulate_grad_hook(call))
+        self._handles += one.hooks
         self._models.append(one)
+
+    def _hook(self, act: Callable[..., None], *when_over: Callable[[], None]) -> Callable[..., None]:
+        def call(*given: Any) -> None:
+            # A CUDA graph would hold the marks of its capture, and its replay calls no hook.
+            if not self._clock.is_capturing():
+                act(*given)
+
+        return self._guarded(call, *when_over)
 
     def layers(self) -> tuple[ObservedLayer, ...]:
         """Return the parameters of the leading model; on a device without the times of their gradients."""
@@ -212,34 +253,33 @@ class StepObserver:
         self._parts.append(("forward", self._clock.mark()))
         if model.require_backward_grad_sync:
             self._will_average = True
-            one.missing = set(one.first_bucket)
 
     def _gradient_ready(self, one: _Observed, place: int, _: Tensor) -> None:
         if not self._in_backward:
             self._in_backward = True
             # DDP's own callback, which waits for the averages, is there when the first of these is called. So the
             # second one comes after it.
-            call_after_backward(self._backward_ended)
-        one.ready_at_s[place] = time.perf_counter()
-        if place in one.missing:
-            one.missing.discard(place)
-            if not one.missing:
-                self._full_bucket = [self._clock.mark()]
+            call_after_backward(self._on_backward_end)
+        if self.lead is None:
+            one.ready_at_s[place] = time.perf_counter()
+        elif one is self.lead and place == one.first_full and self._will_average:
+            self._full_bucket = [self._clock.mark()]
 
     def _backward_ended(self) -> None:
         mark = self._clock.mark()
         self._parts.append(("backward", mark))
         if len(self._full_bucket) == 1:
             self._full_bucket.append(mark)
-        call_after_backward(self._exchange_ended)
+        call_after_backward(self._on_exchange_end)
 
     def _exchange_ended(self) -> None:
         self._in_backward = False
         if self._will_average:
             self._parts.append(("exposed", self._clock.mark()))
             self._num_exchanges += 1
-            if (lead := self.lead) is not None:
-                lead.ready_s.append([at_s - lead.begin_s for at_s in lead.ready_at_s])
+            for one in self._models if self.lead is None else ():
+                if one.begin_s:
+                    one.ready_s.append([at_s - one.begin_s for at_s in one.ready_at_s])
         self._will_average = False
 
     def _optimizer_stepped(self, *_: object) -> None:
@@ -280,14 +320,8 @@ class StepObserver:
 
     def _choose_lead(self) -> None:
         alive = [(one, model) for one in self._models if (model := one.model()) is not None]
-        self.lead, model = max(alive, key=lambda pair: pair[0].numel)
-        if not has_rebuilt_buckets(model):
-            return  # with unused parameters DDP keeps its first buckets, in another order than that of backward
-        try:
-            buckets = bucket_parameters(model)
-        except RuntimeError:
-            return  # gradients are sparse, of which DDP does not say where they are
-        self.bucket_bytes = tuple(sum(one.numel() * one.element_size() for one in bucket) for bucket in buckets)
-        places = {id(one): place for place, one in enumerate(one for one in model.parameters() if one.requires_grad)}
-        # Parameters that were frozen since are in DDP's buckets still.
-        self.lead.first_bucket = frozenset(places[id(one)] for one in buckets[0] if id(one) in places)
+        self.lead, _ = max(alive, key=lambda pair: pair[0].numel)
+        for one, model in alive:
+            bucket_bytes = one.end_warm_steps(model)
+            if one is self.lead:
+                self.bucket_bytes = bucket_bytes

@@ -68,6 +68,8 @@ class StepParts:
     input_s    what every rank waits before the forward pass
     late       None if there is one rank
     uneven_s   what ranks wait for one that is not `late`: ranks are last in turns
+    uneven_input_s
+               of this, what the last rank's input takes longer than the others'
     num_steps  that count
     """
 
@@ -77,6 +79,7 @@ class StepParts:
     input_s: float
     late: LateRank | None
     uneven_s: float
+    uneven_input_s: float
     num_steps: int
 
     @property
@@ -100,7 +103,7 @@ def parts_of(records: Sequence[RankRecord]) -> StepParts | None:
         _bar(record, [step[place] for step in kept], fmean(network), kept, place)
         for place, record in enumerate(records)
     ]
-    late, uneven_s = _late(kept, bars)
+    late, uneven_s, uneven_input_s = _late(kept, bars)
     return StepParts(
         step_s=fmean(_longest(step) for step in kept),
         bars=tuple(bars),
@@ -108,6 +111,7 @@ def parts_of(records: Sequence[RankRecord]) -> StepParts | None:
         input_s=fmean(min(one.input_s for one in step) for step in kept),
         late=late,
         uneven_s=uneven_s,
+        uneven_input_s=uneven_input_s,
         num_steps=len(kept),
     )
 
@@ -134,23 +138,28 @@ def _bar(
     )
 
 
-def _late(steps: Sequence[Sequence[StepTimes]], bars: Sequence[RankBar]) -> tuple[LateRank | None, float]:
-    """Return the rank that is last most often, and the mean seconds that ranks wait for others."""
+def _late(steps: Sequence[Sequence[StepTimes]], bars: Sequence[RankBar]) -> tuple[LateRank | None, float, float]:
+    """Return the rank that is last most often, the mean seconds that ranks wait for others, and those for input."""
     if len(bars) < 2:
-        return None, 0.0
+        return None, 0.0, 0.0
     lasts: list[int] = []
     costs: list[float] = []
+    input_costs: list[float] = []
     for step in steps:
         last = min(range(len(bars)), key=lambda place: step[place].exposed_s)
         lasts.append(last)
         # The usual one of the others, since an early rank waits for those as well.
-        waiting = [one.exposed_s for place, one in enumerate(step) if place != last]
-        costs.append(median(waiting) - step[last].exposed_s)
+        others = [one for place, one in enumerate(step) if place != last]
+        costs.append(median(one.exposed_s for one in others) - step[last].exposed_s)
+        more_input_s = step[last].input_s - median(one.input_s for one in others)
+        input_costs.append(min(costs[-1], max(0.0, more_input_s)))
     place, count = Counter(lasts).most_common(1)[0]
-    of_late = [cost if last == place else 0.0 for cost, last in zip(costs, lasts, strict=True)]
-    share, own, others = count / len(steps), bars[place], [bar for bar in bars if bar is not bars[place]]
-    if share < _OFTEN:
-        return None, fmean(costs)
-    cost_s = fmean(of_late)
-    more_input_s = own.input_s - median(bar.input_s for bar in others)
-    return LateRank(own.rank, share, cost_s, waits_input=more_input_s > cost_s / 2), fmean(costs) - cost_s
+    if count < _OFTEN * len(steps):
+        return None, fmean(costs), fmean(input_costs)
+    is_late = [last == place for last in lasts]
+    cost_s, input_s = (
+        fmean(cost if is_own else 0.0 for cost, is_own in zip(each, is_late, strict=True))
+        for each in (costs, input_costs)
+    )
+    late = LateRank(bars[place].rank, count / len(steps), cost_s, waits_input=input_s > cost_s / 2)
+    return late, fmean(costs) - cost_s, fmean(input_costs) - input_s

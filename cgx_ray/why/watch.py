@@ -1,6 +1,6 @@
 """The observer's thread: looks at connections and the node, writes the rank's record, and brings it to rank 0.
 
-Each rank writes its record into the folder on its own node every two seconds, so an end of any kind loses little. If
+Each rank writes its record into the folder on its own node every five seconds, so an end of any kind loses little. If
 ranks are on several nodes, they also hand it over through the store of torch.distributed, and rank 0 writes all: when
 it is whole, and before that as far as it goes, for a step that never ends and for Ctrl-C.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cgx_ray.untrusted import parse_json
-from cgx_ray.why.meters import ConnectionMeter, NodeMeter
+from cgx_ray.why.meters import ConnectionMeter, NodeMeter, card_bytes
 from cgx_ray.why.records import GATHERED_FILE, RankRecord, from_json, rank_file, to_json
 
 if TYPE_CHECKING:
@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
 # Seconds between two looks at connections: a look takes 0.1 ms, and a step of a second should have several.
 LOOK_S = 0.25
-# Seconds between two writes of the record, which takes 6 ms of a processor: 0.3 % of its time.
-_WRITE_S = 2.0
+# Seconds of a look in which cards may show what others send: of a compute of 50 ms, one look in two.
+_QUIET_S = 0.02
+# Seconds between two writes of the record, which takes 6 ms of a processor: 0.1 % of its time.
+_WRITE_S = 5.0
 # Seconds after which a rank first hands over what it has seen so far; then after twice as long, and so on.
 _SOON_S = 8.0
 # Bytes of a piece that is handed over: where large packets get lost, it passes.
@@ -96,10 +98,16 @@ class Watch:
         self._thread.join(2 * GATHER_S)
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        finally:
+            self._store = None  # the training may have ended its process group, and with it the store
+
+    def _watch(self) -> None:
         written_s, start_s = 0.0, time.monotonic()
         num_handed = 0
         while not self._is_over.wait(LOOK_S):
-            self.connections.sample()
+            self._look()
             now_s = time.monotonic()
             if now_s - written_s < _WRITE_S:
                 continue
@@ -116,6 +124,17 @@ class Watch:
             self._hand_over(record, str(self._rank))
             self._wait_for(lambda: self._holds(_ALL))
             self._say_gathered([])
+
+    def _look(self) -> None:
+        """Look at connections, and at what cards carry for others while they rest."""
+        seen = self.connections.sample()
+        if self._store is None:
+            return  # ranks of one node use no card
+        before, start_s = card_bytes(), time.monotonic()
+        time.sleep(_QUIET_S)
+        after, seconds = card_bytes(), time.monotonic() - start_s
+        if self.connections.sample() == seen:
+            self.node.add_quiet(before, after, seconds)
 
     def _share(self, record: RankRecord, number: int) -> bool:
         """Hand over what this rank has seen, as its record `number`. On rank 0: return whether all others did."""

@@ -52,7 +52,7 @@ def _run(option: str, *losses: float, seed: int = 0, has_diverged: bool = False)
     )
 
 
-@pytest.mark.slow  # the run of bench collectives starts ranks in the same way
+@pytest.mark.slow  # the run of bench step starts ranks in the same way
 def test_a_small_run_trains_with_codecs_and_policies_and_writes_rows_table_and_picture(tmp_path: Path) -> None:
     out, plot = tmp_path / "accuracy.json", tmp_path / "accuracy.png"
     codecs = "bf16; qsgd:bits=2; cgx dp"

@@ -132,6 +132,7 @@ def test_cases_are_simulated_and_not_for_the_lab() -> None:
     assert "case drop is simulated; leave it out with --lab" in result.output
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(NO_LAB is not None, reason=NO_LAB or "")
 def test_a_quick_run_trains_real_ranks_and_writes_rows_and_picture(tmp_path: Path) -> None:
     out, plot = tmp_path / "out.json", tmp_path / "adapt.png"

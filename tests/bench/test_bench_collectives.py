@@ -52,6 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     return json.loads(path.read_text()), done.output
 
 
+@pytest.mark.slow
 def test_every_case_has_its_row_at_every_setting(run):
     written, output = run
     assert written["bench"] == "collectives"
@@ -73,6 +74,7 @@ def test_every_case_has_its_row_at_every_setting(run):
     assert all(case.name in output for setting in settings for case in setting.cases)
 
 
+@pytest.mark.slow
 def test_the_numbers_hang_together_and_a_quick_run_judges_nothing(run):
     rows = {row["name"]: row for row in run[0]["rows"]}
     for row in rows.values():

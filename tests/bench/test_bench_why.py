@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from bench.__main__ import bench
 
 
+@pytest.mark.slow
 def test_a_quick_run_observes_a_real_training(tmp_path: Path) -> None:
     path = tmp_path / "why.json"
     done = CliRunner().invoke(bench, ["why", "--quick", "--json", str(path)])

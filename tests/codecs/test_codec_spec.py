@@ -66,6 +66,7 @@ def test_a_plan_shows_what_it_is() -> None:
     ("text", "says"),
     [
         ("zip", "unknown codec 'zip'; known: none, fp16"),
+        ("qsdg:bits=4", "unknown codec 'qsdg'; did you mean 'qsgd'? known: none, fp16"),
         ("qsgd:bitz=4", "codec qsgd has no bitz; it takes bits, bucket_size, grid, rounding"),
         ("qsgd:density=0.1", "codec qsgd has no density; it takes bits, bucket_size, grid, rounding"),
         ("none:bits=4", "codec none has no bits; it takes no parameters"),

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from support.endings import grown
 from support.ranks import run_ranks
 from support.shared_memory import TIMEOUT_S, connect, left_behind
 from torch import Tensor
@@ -216,12 +217,13 @@ def _exchange_long(rank: int) -> tuple[int, int, int]:
 
 def test_thousands_of_mixed_operations_are_right_and_take_no_more_memory() -> None:
     for num_wrong, bytes_grown, fds_grown in run_ranks(3, _exchange_long):
-        assert (num_wrong, fds_grown) == (0, 0)
+        assert num_wrong == 0
+        assert fds_grown <= 0
         # The allocator's memory varies; one buffer lost per message would be 80 MB.
         assert bytes_grown < 4 << 20, f"grew by {bytes_grown} bytes"
 
 
-def _connect_often(rank: int) -> tuple[int, int, int]:
+def _connect_often(rank: int) -> list[int]:
     process = psutil.Process()
 
     def state() -> tuple[int, int, int]:
@@ -237,13 +239,14 @@ def _connect_often(rank: int) -> tuple[int, int, int]:
         del mesh, _
         if number == 1:
             before = state()
+        # A rank that goes on would open its next connections while another one still counts.
+        dist.barrier()
     assert left_behind([os.getpid()]) == []
-    fds, threads, maps = (now - then for now, then in zip(state(), before, strict=True))
-    return fds, threads, maps
+    return grown(before, state())
 
 
 def test_connecting_and_closing_again_leaves_nothing() -> None:
-    assert run_ranks(2, _connect_often) == [(0, 0, 0)] * 2
+    assert run_ranks(2, _connect_often) == [[0, 0, 0]] * 2
 
 
 def _exchange_until_killed(rank: int, folder: Path, after_s: float, victim: int) -> None:

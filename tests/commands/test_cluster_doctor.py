@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -50,6 +51,21 @@ def test_what_is_wrong_with_a_node_is_named_with_its_remedy(other: NodeReport, n
     assert found.name == name
     assert problem in found.problem
     assert found.remedy
+
+
+def test_all_nodes_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(3, timeout=30)
+
+    def ask(host: str, node_id: str) -> NodeReport:
+        together.wait()
+        return replace(report(int(node_id)), address=host)
+
+    nodes = [{"NodeManagerAddress": f"10.0.0.{rank}", "NodeID": str(rank), "Alive": rank < 3} for rank in (2, 0, 3, 1)]
+    monkeypatch.setattr(cluster_doctor, "connect", lambda address: None)
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(cluster_doctor, "_ask", ask)
+    names = [f"10.0.0.{rank} (node-{rank})" for rank in range(3)]
+    assert [one.name for one in cluster_doctor.cluster_findings("auto")][:3] == names
 
 
 @pytest.fixture(scope="module")

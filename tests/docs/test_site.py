@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 import pytest
-from making import fault_tables, worth_table
+from making import fault_tables, who_wins, worth_table
 from making.docstrings import with_lists
 from making.links import ELSEWHERE, with_site_links
 from making.words import abbreviations
@@ -77,6 +77,13 @@ def test_words_have_a_page_and_tooltips_and_the_search_works_from_the_disk(site:
 
 def test_the_table_of_worth_is_what_the_planner_says_today() -> None:
     assert worth_table.PAGE.read_text() == worth_table.page(), "run: .venv/bin/python docs/making/worth_table.py"
+
+
+def test_the_picture_of_who_wins_shows_each_choice_and_none_that_a_small_model_pays_for() -> None:
+    gpu = who_wins.MACHINES["a node sustains 100 TFLOP/s (one large GPU)"]
+    rates = (1e12, 100e9, 20e9, 1e9)
+    assert [who_wins.winner(1e9, rate, gpu) for rate in rates] == [0, 1, 2, 3]
+    assert who_wins.winner(who_wins.LEAST_FOR_30_STEPS / 2, 1e9, gpu) == 2
 
 
 def test_pictures_that_pages_show_exist_and_every_picture_is_shown() -> None:

@@ -116,7 +116,7 @@ def _make_and_destroy(rank: int, folder: Path) -> list[int]:
 def test_a_destroyed_group_leaves_no_thread_and_no_connection(tmp_path: Path) -> None:
     for counts in run_ranks(2, _make_and_destroy, tmp_path, backend=None):
         assert counts[0::2] == [1, 1, 1]
-        assert counts[1] == counts[3] == counts[5], counts
+        assert max(counts[3], counts[5]) <= counts[1], counts
 
 
 def _reduce_after_shutdown(rank: int) -> str:

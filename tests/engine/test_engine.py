@@ -240,7 +240,7 @@ def _attach_and_close(rank: int) -> list[int]:
 
 def test_a_closed_attachment_lets_its_connections_go() -> None:
     for counts in run_ranks(2, _attach_and_close):
-        assert counts[1] == counts[2] == counts[3], counts
+        assert max(counts[2:]) <= counts[1], counts
 
 
 def test_world_size_one_is_a_clean_no_op() -> None:

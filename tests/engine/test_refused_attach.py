@@ -100,7 +100,10 @@ def test_a_wrong_attach_fails_on_all_ranks_with_one_clear_error(case: str, says:
 ONE_RANK = [
     ({"codec": "zip"}, "unknown codec 'zip'"),
     ({"codec": 4}, "codec 4 is not allowed"),
-    ({"sead": 1}, "attach got 'sead', which is no setting; settings are alpha, average_weights, candidates, codec"),
+    ({"sead": 1}, "attach got unknown setting 'sead'; did you mean 'seed'"),
+    ({"sead": 1}, "known: alpha, average_weights, candidates, codec"),
+    ({"policy": "adaptiv"}, "unknown policy 'adaptiv'; did you mean 'adaptive'"),
+    ({"scheme": "allgater"}, "unknown scheme 'allgater'; did you mean 'allgather'"),
     ({"fidelity": "fast"}, "attach got fidelity without a policy that has it"),
     ({"exclude": "head"}, "exclude 'head' is not allowed"),
     ({"scheme": "star"}, "unknown scheme 'star'"),
@@ -141,7 +144,7 @@ def test_arguments_of_one_rank_that_are_bad_or_different_are_one_clear_error_on_
 
 
 def test_without_a_process_group_bad_arguments_raise_at_once() -> None:
-    for arguments, says in ONE_RANK[:12]:
+    for arguments, says in ONE_RANK[:15]:
         with pytest.raises(cgx_ray.ConfigError, match=says):
             cgx_ray.attach(Branches(), **arguments)
 

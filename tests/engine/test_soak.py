@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from support.endings import grown
 from support.ranks import TIMEOUT_S, run_ranks
 
 import cgx_ray
@@ -104,7 +105,7 @@ def test_thousands_of_steps_of_changing_plans_leave_nothing_behind(
         assert num_done == num_steps
         # The last plan arrives early enough for the ranks to agree on it.
         assert version == num_steps // STEPS_A_PLAN - 1
-        assert late.num_held == early.num_held
+        assert grown(early.num_held, late.num_held) == [0, 0, 0]
         # A leak of one message of 6 KB per step would amount to 6 MB of 2,000 steps.
         assert late.rss_mb - early.rss_mb < 4, (early.rss_mb, late.rss_mb)
 

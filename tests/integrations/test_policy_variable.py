@@ -15,6 +15,7 @@ from support.ranks import run_cases
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
+from cgx_ray.demo.run import DemoOptions
 from cgx_ray.ray_train import config as ray_config
 from cgx_ray.ray_train.compat import TorchBackend
 from cgx_ray.session.attachment import process
@@ -40,6 +41,12 @@ def test_an_unknown_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CGX_POLICY", "of")
     with pytest.raises(cgx_ray.ConfigError, match="CGX_POLICY 'of' is not allowed; give off, static, adaptive, or"):
         cgx_ray.CGXConfig()
+
+
+def test_a_demo_without_decisions_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CGX_POLICY", "off")
+    with pytest.raises(cgx_ray.ConfigError, match=r"decides nothing; .* \(CGX_POLICY=off is set"):
+        DemoOptions(out=Path("demo"))
 
 
 def _train(rank: int, folder: Path) -> tuple[list[list[str]], list[str | None], list[Any]]:
@@ -69,24 +76,34 @@ def _train(rank: int, folder: Path) -> tuple[list[list[str]], list[str | None], 
     return hashes, plans, states
 
 
-def _differ(rank: int) -> str:
-    os.environ["CGX_POLICY"] = ("off", "adaptive")[rank]
-    with pytest.raises(cgx_ray.ConfigError) as caught:
-        cgx_ray.attach(DistributedDataParallel(Branches()))
-    return str(caught.value)
+def _refused(rank: int) -> list[str]:
+    """Return the errors where ranks have different values, and where the value does not go with FSDP2."""
+    sharded = torch.nn.Linear(1, 1)
+    sharded.set_custom_reduce_scatter = None  # by which `attach` knows FSDP2
+    said = []
+    for names, model in ((("off", "adaptive"), DistributedDataParallel(Branches())), (("adaptive",) * 2, sharded)):
+        os.environ["CGX_POLICY"] = names[rank]
+        with pytest.raises(cgx_ray.ConfigError) as caught:
+            cgx_ray.attach(model)
+        said.append(str(caught.value))
+    return said
 
 
 def test_off_is_plain_ddp_and_its_calls_work_and_others_overrule_a_plan(tmp_path: Path) -> None:
     # In the same two processes: to start them takes longer than to train.
-    trained, refused = run_cases(2, [partial(_train, folder=tmp_path), _differ])
+    trained, refused = run_cases(2, [partial(_train, folder=tmp_path), _refused])
     for rank, (hashes, plans, (own, kept)) in enumerate(trained):
         assert hashes[0] == hashes[1]
         assert plans == [None, "bf16 over sra", "dense"]
         assert (own["rank"], own["world_size"], own["residuals"]) == (rank, 2, {})
         assert kept["step"] == 7
         assert kept["residuals"]["first.weight"].tolist() == [1.0] * 3
-    assert "ranks were given different settings: rank 1 has policy=Adaptive(" in refused[0]
     assert refused[0] == refused[1]
+    differ, sharded = refused[0]
+    assert "ranks were given different settings: rank 1 has policy=Adaptive(" in differ
+    assert "which the environment variable CGX_POLICY replaces where it is set; give every rank the same" in differ
+    assert "FSDP2 models keep one codec" in sharded
+    assert "(CGX_POLICY=adaptive is set, which replaces other policies; unset it)" in sharded
 
 
 def test_a_ray_run_that_is_off_has_no_controller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from cgx_ray.runtime_ext.checks import native
 # Those that this processor runs; the widest is in use by default.
 INSTRUCTION_SETS: list[str] = native.instruction_sets()
 SIZES = (0, 1, 7, 127, 128, 129, 1000)
-BUCKET_SIZES = (8, 40, 128, 1024)
+# The smallest and the largest are for `make test-faults`, as random sizes, below, have them all.
+BUCKET_SIZES = (pytest.param(8, marks=pytest.mark.slow), 40, 128, pytest.param(1024, marks=pytest.mark.slow))
 # Bits between 4 and 8 are for `make test-faults`. Random sizes, below, have them all.
 CODECS = [
     pytest.param(codec, id=name(codec), marks=[pytest.mark.slow] if getattr(codec, "bits", 0) in (5, 6, 7) else [])

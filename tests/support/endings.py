@@ -135,6 +135,11 @@ def kill_session(leader: int) -> None:
         time.sleep(0.1)
 
 
+def grown(before: Sequence[int], now: Sequence[int]) -> list[int]:
+    """Return by how much each number of `now` exceeds that of `before`; 0 if it fell, as what ends late may have."""
+    return [max(0, late - early) for early, late in zip(before, now, strict=True)]
+
+
 def held() -> tuple[int, int, int, int]:
     """Return the numbers of threads, descriptors, shared-memory segments and process groups of this process."""
     gc.collect()

@@ -49,3 +49,4 @@ def test_rank_0_has_what_others_see_before_the_end_and_after_it(
         end.join()
     assert read(nodes[0], 1) == replace(records[1], is_whole=True)
     assert [(node / GATHERED_FILE).exists() for node in nodes] == [is_measured] * 2
+    assert [one._store for one in watches] == [None] * 2, "the training may end its process group"

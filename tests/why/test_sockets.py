@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from support.why.made_records import training
 
-from cgx_ray.sockets import tcp_info, tcp_sockets
+from cgx_ray.sockets import TcpInfo, tcp_info, tcp_sockets
+from cgx_ray.why import meters
 from cgx_ray.why.meters import MAX_CONNECTIONS, ConnectionMeter, NodeMeter
+from cgx_ray.why.watch import _QUIET_S, Watch
 
 NUM_BYTES = 3 << 20
 
@@ -64,6 +70,43 @@ def test_a_meter_counts_from_its_begin(pair: tuple[socket.socket, socket.socket]
     found = [one for one in meter.read() if {one.own, one.other} == ends]
     assert sorted((one.sent_bytes, one.received_bytes) for one in found) == [(0, 1 << 20), (1 << 20, 0)]
     assert len(meter.read()) <= MAX_CONNECTIONS
+
+
+def test_connections_that_are_closed_again_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = TcpInfo(*[0] * 11)
+    meter, opened = ConnectionMeter(), [list[int]()]
+    monkeypatch.setattr(
+        meters,
+        "_open_connections",
+        lambda: [(("10.0.0.1:1", f"10.0.0.2:{port}"), usual._replace(sent_bytes=port)) for port in opened[0]],
+    )
+    for first in range(1, 20 * MAX_CONNECTIONS, 100):
+        opened[0] = list(range(first, first + 100))
+        meter.sample()
+        assert max(len(meter._last), len(meter._rates), len(meter._timeouts)) <= 2 * MAX_CONNECTIONS
+    # The largest ones are kept.
+    assert [one.sent_bytes for one in meter.read()] == list(range(first + 99, first + 99 - MAX_CONNECTIONS, -1))
+
+
+def test_what_cards_carry_counts_as_others_only_while_nothing_is_under_way(
+    pair: tuple[socket.socket, socket.socket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Watch(tmp_path, 0, 1, dist.HashStore(), lambda _: training(1)[0], lambda act: act)
+    count, sends = itertools.count(step=1000), [False]
+
+    def carried() -> dict[str, int]:
+        if sends[0]:
+            send(*pair, num_bytes=1 << 16)
+        return {"lo": next(count)}
+
+    monkeypatch.setattr("cgx_ray.why.watch.card_bytes", carried)
+    rates = []
+    for sends[0] in (True, False):
+        watch._look()
+        (loopback,) = (card for card in watch.node.read(asks_gpus=False)[0].cards if card.kind == "loopback")
+        rates.append(loopback.quiet_bytes_per_s)
+    assert rates[0] is None
+    assert 0 < rates[1] <= 1000 / _QUIET_S
 
 
 def test_a_node_has_loopback_and_processors() -> None:

@@ -6,6 +6,7 @@ import copy
 import gc
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from cgx_ray.torch_compat import bucket_parameters
 from cgx_ray.why.step_observer import NUM_WARM_STEPS, StepObserver
 from cgx_ray_autoload.observing import Guard
 
@@ -36,10 +38,11 @@ class Watched:
     def __init__(self, folder: Path, num_steps: int = NUM_STEPS) -> None:
         self.calls: list[str] = []
         self.guard = Guard(folder)
-        self.observer = StepObserver(num_steps, lambda: self.calls.append("begin"), lambda: self.calls.append("end"))
+        on_begin, on_end = (partial(self.calls.append, name) for name in ("begin", "end"))
+        self.observer = StepObserver(num_steps, on_begin, on_end, self.guard.wrapped)
 
     def add(self, model: DistributedDataParallel) -> None:
-        self.observer.add_model(model, self.guard.wrapped)
+        self.observer.add_model(model)
 
 
 @pytest.fixture
@@ -86,6 +89,31 @@ def test_a_step_has_its_parts_and_training_gets_the_same_weights(watched: Watche
     last, first = (watched.observer.layers()[place].ready_s for place in (0, 3))
     assert last > first > 0
     assert watched.observer.bucket_bytes == (4 * (8 * 16 + 16 + 16 + 1),)
+
+
+def test_after_the_warm_steps_one_gradient_has_a_hook_that_ends_the_first_bucket(watched: Watched) -> None:
+    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), bucket_cap_mb=0.02)
+    watched.add(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(NUM_WARM_STEPS + 2):
+        optimizer.zero_grad()
+        model(torch.ones(4, 64)).mean().backward()
+        optimizer.step()
+    hooked = [one for one in model.parameters() if one._post_accumulate_grad_hooks]
+    # DDP has made its buckets in the order in which gradients come.
+    first, *others = bucket_parameters(model)
+    assert [id(one) for one in hooked] == [id(first[-1])]
+    assert others
+    (step,) = watched.observer.steps
+    assert 0 < step.hidden_s < step.backward_s
+
+
+def test_without_all_parameters_all_gradients_keep_a_hook(watched: Watched) -> None:
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1)), find_unused_parameters=True)
+    watched.add(model)
+    train(model, NUM_WARM_STEPS + 2)
+    assert all(one._post_accumulate_grad_hooks for one in model.parameters())
+    assert len(watched.observer.steps) == 1
 
 
 def test_after_the_last_step_no_hook_is_left(watched: Watched) -> None:
@@ -190,6 +218,7 @@ class LateClock:
 
     def __init__(self) -> None:
         self.num_marks = self.reached = 0
+        self.captures = False
 
     def mark(self) -> int:
         self.num_marks += 1
@@ -200,6 +229,9 @@ class LateClock:
 
     def seconds(self, first: int, last: int) -> float:
         return float(last - first)
+
+    def is_capturing(self) -> bool:
+        return self.captures
 
 
 def test_steps_that_a_device_has_not_done_yet_are_counted_later(watched: Watched) -> None:
@@ -213,6 +245,19 @@ def test_steps_that_a_device_has_not_done_yet_are_counted_later(watched: Watched
     assert watched.observer.num_warm == NUM_WARM_STEPS
     # Between the marks at both ends of a part lie those of what is in it.
     assert {(step.forward_s, step.exposed_s, step.rest_s) for step in watched.observer.steps} == {(1.0, 1.0, 1.0)}
+
+
+def test_nothing_is_marked_while_a_graph_is_captured(watched: Watched) -> None:
+    model, clock = make_model(), LateClock()
+    watched.add(model)
+    watched.observer._clock = clock
+    clock.captures = True
+    train(model, 2)
+    assert clock.num_marks == 0
+    clock.captures, clock.reached = False, 1000
+    train(model, NUM_WARM_STEPS + NUM_STEPS + 1)
+    assert len(watched.observer.steps) == NUM_STEPS
+    assert clock.num_marks < clock.reached
 
 
 @pytest.mark.gpu

@@ -75,6 +75,15 @@ def test_stop_ends_the_script_once_all_steps_were_seen(tmp_path: Path) -> None:
     assert time.monotonic() - start_s < 60
 
 
+def test_a_script_that_ignores_sigterm_has_its_grace_and_is_killed(tmp_path: Path) -> None:
+    seen = write(tmp_path / "seen", training())
+    (seen / GATHERED_FILE).write_text("{}")
+    script = f"trap '' TERM; cp {seen}/* \"$CGX_WHY\"; sleep 100"
+    start_s = time.monotonic()
+    assert why("--stop", "--grace", "0.5", "--", "sh", "-c", script).exit_code == 0
+    assert 0.5 < time.monotonic() - start_s < 20
+
+
 def test_ctrl_c_ends_the_script_and_reports_what_was_seen(tmp_path: Path) -> None:
     seen = write(tmp_path / "seen", training())
     script = f'cp {seen}/* "$CGX_WHY"; echo ready; exec sleep 100'

@@ -73,7 +73,8 @@ def test_probes_tell_an_uplink_from_a_downlink(end: int, named: str) -> None:
         ({}, {}, "compare its batch size"),
         ({"throttled_s": 4.0}, {}, "raise the container's limit"),
         ({"stolen_share": 0.3}, {}, "move it to another machine"),
-        ({"gpus": ("H100, 16, 16, 0x0000000000000008",)}, {}, "nvidia-smi -q"),
+        ({"gpus": ("GPU-own, H100, 16, 16, 0x08",)}, {"gpu": "GPU-own"}, "nvidia-smi -q -d PERFORMANCE,TEMPERATURE -i"),
+        ({"gpus": ("GPU-other, H100, 16, 16, 0x08",)}, {"gpu": "GPU-own"}, "compare its batch size"),
         ({}, {"waited_s": 4.0}, "`top` on node-2"),
     ],
 )
@@ -105,6 +106,32 @@ def test_ranks_that_are_last_in_turns_are_told_from_one_that_always_is() -> None
     verdict = verdict_of(records)
     assert verdict.bound is Bound.RANK
     assert verdict.costs[0].who == "ranks in turns"
+
+
+def test_a_rank_s_gpu_is_found_although_another_rank_of_its_node_has_asked() -> None:
+    gpus = ("GPU-0, H100, 16, 16, 0x00", "GPU-1, H100, 16, 16, 0x08")
+    here = {"name": "here"}
+    records = training(late={1: {"backward_s": 0.3}}, node={0: {**here, "gpus": gpus}, 1: here})
+    records = [replace(one, gpu=f"GPU-{one.rank}") for one in records]
+    cost = verdict_of(records).costs[0]
+    assert cost.evidence.endswith("; its GPU: H100, 16, 16, 0x08")
+    assert "-i GPU-1` on here" in cost.remedy
+
+
+def test_input_that_stalls_in_turns_is_input_and_the_rest_is_the_ranks() -> None:
+    records = training()
+    usual = records[0].steps[0]
+    stalled = replace(usual, input_s=0.3, backward_s=0.25, exposed_s=0.005)
+    waits = replace(usual, exposed_s=0.005 + 0.3 - 0.002 + 0.05)
+    records = [
+        replace(one, steps=tuple(stalled if step % 4 == one.rank else waits for step in range(20))) for one in records
+    ]
+    verdict = verdict_of(records)
+    assert (verdict.bound, verdict.exit_status) == (Bound.INPUT, 5)
+    found = {(cost.bound, cost.who): cost.seconds for cost in verdict.costs}
+    assert found[Bound.INPUT, "ranks in turns"] == pytest.approx(0.298)
+    assert found[Bound.RANK, "ranks in turns"] == pytest.approx(0.05)
+    assert "waiting for the input of ranks in turns" in verdict.sentence
 
 
 def test_round_trips_count_where_buckets_are_small_and_larger_ones_mend_it() -> None:
@@ -156,12 +183,26 @@ def fast(rank: int) -> Any:
     return card("fast0", f"10.1.0.{rank + 1}", bit_per_s=1e10)
 
 
+def with_more_bytes(num_bytes: int, quiet_bytes_per_s: float | None) -> list[RankRecord]:
+    """Return a training in whose 10 s one card sent more than its 100 MB of gradients."""
+    own = card(address="10.0.0.3", sent_bytes=100_000_000 + num_bytes, quiet_bytes_per_s=quiet_bytes_per_s)
+    return training(network_s=2.2, usual_path=SLOW, node={2: {"cards": (own,)}})
+
+
 def test_traffic_of_others_is_told_from_our_own() -> None:
-    cost = verdict_of(
-        training(network_s=2.2, usual_path=SLOW, node={2: {"cards": (card(address="10.0.0.3", sent_bytes=10**9),)}})
-    ).costs[0]
+    cost = verdict_of(with_more_bytes(900_000_000, 80e6)).costs[0]
     assert cost.who == "card eth0 of node-2"
     assert "are not this training's" in cost.evidence
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "quiet_bytes_per_s"),
+    [(20_000_000, 2e6), (900_000_000, 20e6), (900_000_000, None)],
+    ids=["few", "only beside the exchange", "never quiet"],
+)
+def test_bytes_that_may_be_the_training_s_own_are_no_other_job(num_bytes: int, quiet_bytes_per_s: float | None) -> None:
+    costs = verdict_of(with_more_bytes(num_bytes, quiet_bytes_per_s)).costs
+    assert [cost.who for cost in costs] == ["all paths"]
 
 
 def test_a_path_on_which_nothing_arrives_is_named_although_no_step_ends() -> None:
@@ -246,8 +287,17 @@ def test_what_costs_nothing_yet_is_a_hint() -> None:
     odd = {
         0: {"shared_bytes": 64 << 20, "max_open_files": 1024},
         1: {"cards": (card("wg0", "10.0.0.2", kind="tunnel", mtu=1420),)},
+        3: {"cards": (card(address="10.0.0.4", duplex="half"),), "gpus": ("GPU-0, H100, 8, 16, 0x00",)},
     }
     far = {"receiver_limited_s": 2.0, "least_round_trip_s": 0.02}
     found = "\n".join(verdict_of(training(node=odd, paths={(2, 3): far})).hints)
-    for words in ("net.ipv4.tcp_rmem", "--shm-size", "ulimit -n", "pass the tunnel wg0", "different MTUs (1420, 1500)"):
+    for words in (
+        "net.ipv4.tcp_rmem",
+        "--shm-size",
+        "ulimit -n",
+        "pass the tunnel wg0",
+        "different MTUs (1420, 1500)",
+        "eth0 of node-3 says half duplex",
+        "node-3: H100 uses 8 of 16 PCIe lanes",
+    ):
         assert words in found

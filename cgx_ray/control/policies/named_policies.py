@@ -13,7 +13,7 @@ from typing import Any
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.paper_policies import Cgx, Flexible
 from cgx_ray.control.policies.policy import Policy, Static
-from cgx_ray.errors import ConfigError
+from cgx_ray.errors import ConfigError, unknown
 from cgx_ray.installed import load, offered, package_of
 
 OWN: Mapping[str, type[Policy]] = {"adaptive": Adaptive, "cgx": Cgx, "flexible": Flexible, "static": Static}
@@ -47,8 +47,8 @@ def _named_policy(name: str, given: Mapping[str, Any]) -> Policy:
     packaged = {} if name in OWN else offered(ENTRY_POINTS, OWN)
     if name not in OWN and name not in packaged:
         raise ConfigError(
-            f"unknown policy {name!r}; known: {', '.join(OWN)}; of installed packages: "
-            f"{', '.join(sorted(packaged)) or 'none'}; install the package that offers it, or give a policy object"
+            f"{unknown('policy', name, tuple(OWN))}; of installed packages: {', '.join(sorted(packaged)) or 'none'}; "
+            "install the package that offers it, or give a policy object"
         )
     cls = OWN[name] if name in OWN else _load(packaged[name])
     allowed = _arguments(cls)

@@ -12,7 +12,7 @@ from statistics import geometric_mean, harmonic_mean
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from cgx_ray.control.learned.learned_errors import LearnedErrors
-from cgx_ray.errors import ConfigError, PlanError
+from cgx_ray.errors import ConfigError, PlanError, unknown
 from cgx_ray.plan import (
     DENSE,
     NONE,
@@ -272,7 +272,7 @@ class Policy(Protocol):
 def check_name(what: str, name: object, known: Sequence[str]) -> None:
     """Raise ConfigError if `name` is none of `known`."""
     if name not in known:
-        raise ConfigError(f"unknown {what} {name!r}; known: {', '.join(known)}")
+        raise ConfigError(unknown(what, name, known))
 
 
 def check_review(review_s: object) -> None:
