@@ -19,7 +19,7 @@ _BENCHES = {
     "kernels": ("bench.kernels.measure:kernels", "Measure throughput, latency and error of codecs."),
     "lab": ("bench.lab.measure:lab", "Compare the lab with the alpha-beta model."),
     "network": ("bench.network.measure:network", "Compare the monitors' estimates with the lab's links."),
-    "peers": ("bench.peers.measure:peers", "Time a step with what others offer, on many networks."),
+    "peers": ("bench.peers.measure:peers", "Time a step with the ways that others offer, and with ours."),
     "planner": ("bench.planner.measure:planner", "Check that plans are optimal, and time the planner."),
     "scale": ("bench.scale.measure:scale", "Load one controller with the reports of thousands of ranks."),
     "step": ("bench.step.measure:step", "Time a step with DDP, torch's hooks and the engine."),

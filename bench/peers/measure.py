@@ -16,6 +16,9 @@ real step, so it weighs f times as much. It slows down ways with many messages, 
 be emulated and is that. Layers of fewer than 1,024 f elements count as small, and are sent uncompressed by most of our
 plans. Seconds are printed as measured, f beside them: times f, they would pretend that messages had been paid for too.
 
+Bounds and plans take the network as it was set. Two cores carry half of four links of 2.5 Gbit/s, see docs/lab.md, so
+such cells say more on a machine with more cores.
+
 Torch's PowerSGD gets one bucket, since with several it deadlocks on Gloo. Its factors shrink with the root of f, so it
 is left out where f is more than 5. Optimizers do not run, also not in local SGD.
 """

@@ -97,6 +97,7 @@ LAB_CASES = [
     Case(f"bench collectives --ranks 2 {JSON}", has_children),
     Case(f"bench lab {JSON}", has_children),
     Case(f"bench network {JSON}", has_children),
+    Case(f"bench peers --quick {JSON}", has_children),
     Case(f"bench scale --nodes 20 --agreeing 8 {JSON}", has_children),
     Case(f"bench step --ranks 2 {JSON}", has_children),
     Case(f"bench why {JSON}", has_children),
