@@ -72,7 +72,7 @@ def limit_met(error: BaseException) -> str | None:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return which of `known` is most like `name`; "" if none is like it."""
-    return next(iter(difflib.get_close_matches(name, known, n=1)), "")
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.7)), "")
 
 
 def unknown(what: str, name: object, known: Sequence[str]) -> str:

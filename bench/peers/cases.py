@@ -78,7 +78,7 @@ LATENCIES = ("0.1ms", "1ms", "10ms", "50ms")
 BACKWARD_S = 0.25
 NUM_RANKS = 4
 # A divided model exchanges its dense gradients in at most so many seconds.
-MAX_EXCHANGE_S = 3.0
+MAX_EXCHANGE_S = 1.5
 # Less cannot be emulated, seconds: what a packet takes through a lab's switch.
 LEAST_LATENCY_S = 0.05e-3
 # Largest divisor for PowerSGD, whose factors shrink with its root only.

@@ -10,7 +10,7 @@ has decided; real adaptive trainings are what `bench adapt --lab` measures. Limi
 and for each way a link that is always busy with its bytes.
 
 **Divisor.** Some cells exchange dense gradients for minutes. There, layers have f times fewer elements, buckets and
-groups are f times smaller, and backward and latency f times shorter, so that DDP's exchange takes 3 s at most. At the
+groups are f times smaller, and backward and latency f times shorter, so that DDP's exchange takes 1.5 s at most. At the
 same rate each part of the step then takes 1/f of its time, except what messages cost the processor: that is as in the
 real step, so it weighs f times as much. It slows down ways with many messages, as ours. A latency below 0.05 ms cannot
 be emulated and is that. Layers of fewer than 1,024 f elements count as small, and are sent uncompressed by most of our
