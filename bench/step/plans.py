@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from bench.shared.paper_plans import (
     bucket_groups,
@@ -12,7 +12,7 @@ from bench.shared.paper_plans import (
     layer_wise_groups,
 )
 from bench.step.workload import GAINS
-from cgx_ray.control.policies.paper_policies import ByteComp, Cupcake
+from cgx_ray.control.policies.paper_policies import ByteComp, Cupcake, Flexible
 from cgx_ray.plan import DEFAULT_GROUP_BYTES, FIRST_GROUP_BYTES, NONE, CodecSpec, Plan, Scheme, make_plan
 from cgx_ray.planner.bits import QSGD
 from cgx_ray.planner.candidates import codec_options
@@ -43,6 +43,11 @@ _GROUPS: Mapping[str, Callable[[Measured], tuple[PlannedGroup, ...]]] = {
 # These fuse layers as DDP does.
 _FUSED_AS_DDP = ("cgx", "flexible")
 PLANNERS = (*_GROUPS, *_FUSED_AS_DDP)
+
+
+def timed_codecs(planners: Collection[str]) -> tuple[str, ...]:
+    """Return the codecs whose times `planners` need, beside those of the ways themselves."""
+    return (*GAINS, *(map(str, Flexible().timed_codecs) if "flexible" in planners else ()))
 
 
 def plan_of(planner: str, measured: Measured, *, divisor: float = 1.0) -> Plan:

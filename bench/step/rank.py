@@ -24,10 +24,10 @@ from bench.shared.ranks import BenchError
 from bench.step.averaging import Averaging, EngineAveraging, TorchRounds
 from bench.step.cases import Kind, StepNetwork, StepWay
 from bench.step.grace import Grace
-from bench.step.plans import plan_of
+from bench.step.plans import plan_of, timed_codecs
 from bench.step.sleeping_model import BackwardClock, SleepingModel, fixed_gradients
 from bench.step.torchft_rounds import TorchFtRounds
-from bench.step.workload import GAINS, Workload
+from bench.step.workload import Workload
 from cgx_ray.engine.chrome_trace import PhaseSpan
 from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Plan
 from cgx_ray.planner.bits import WIDTHS
@@ -206,7 +206,7 @@ def _codec_costs(ways: Sequence[StepWay]) -> dict[str, CodecCost]:
     Ranks encode at the same time in a step too, and may have to share the processor's cores.
     """
     own = [way.codec for way in ways if way.has_engine]
-    specs = {str(CodecSpec.parse(codec)) for codec in (*own, *GAINS)} - {"none"}
+    specs = {str(CodecSpec.parse(codec)) for codec in (*own, *timed_codecs({way.planner for way in ways}))} - {"none"}
     found: list[Any] = [{}]
     for spec in sorted(specs):
         dist.barrier()

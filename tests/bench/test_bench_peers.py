@@ -35,7 +35,7 @@ from bench.peers.measure import measure_cell
 from bench.peers.record import CellTimes, WayTime, judged, read_cells, write_cells
 from bench.step.cases import StepWay
 from bench.step.grace import Grace
-from bench.step.plans import PLANNERS, plan_of
+from bench.step.plans import PLANNERS, plan_of, timed_codecs
 from bench.step.workload import Workload
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab
@@ -123,7 +123,7 @@ def measured() -> Measured:
         if not layer.is_small
     }
     link = Link.from_rates(bandwidth_gbps=0.1, latency_ms=1)
-    costs = dict.fromkeys(("bf16", "qsgd", "topk"), FREE)
+    costs = dict.fromkeys((*timed_codecs(PLANNERS), "topk:density=0.01"), FREE)
     return replace(work.measured(link=link, codec_costs=costs, compute_s=0.1), layer_errors=errors)
 
 
