@@ -64,7 +64,7 @@ def peers(run: BenchRun, cells: str | None, every: bool, save: Path | None) -> I
     found = []
     for index, cell in enumerate(options.cells):
         times = known.get(cell.name)
-        if cells or times is None or not times.answers(options):
+        if cells or times is None or not times.answers(options, cell.divisor(options.num_ranks)):
             times = measure_cell(cell, options, partial(_report, run.on_part, index, len(options.cells)))
             if save is not None:
                 known[cell.name] = times

@@ -62,10 +62,10 @@ class CellTimes:
         ways = {name: WayTime(**{**way, "quartiles_s": tuple(way["quartiles_s"])}) for name, way in raw["ways"].items()}
         return cls(**{**raw, "ways": ways})
 
-    def answers(self, options: PeersOptions) -> bool:
-        """Return whether measuring again with `options` would tell no more."""
+    def answers(self, options: PeersOptions, divisor: float) -> bool:
+        """Return whether measuring again with `options` and `divisor` would tell no more."""
         return (
-            self.num_ranks == options.num_ranks
+            (self.num_ranks, self.divisor) == (options.num_ranks, divisor)
             and self.num_rounds >= options.num_rounds
             and self.ways.keys() | self.left_out.keys() >= set(options.ways)
         )

@@ -24,6 +24,7 @@ from cgx_ray.control.learned.measured import (
     is_dense,
     network_of,
     non_dense_options,
+    resized,
 )
 from cgx_ray.control.network.changes import ComputeChanges, SlowRanks, network_cause
 from cgx_ray.control.network.estimate import FEW, NOISE
@@ -37,7 +38,7 @@ from cgx_ray.control.trial.steps_beside_predictions import StepsBesidePrediction
 from cgx_ray.monitors.sample import NodeSample, NodeStep
 from cgx_ray.plan import MAX_PERIOD, STEPS_TOGETHER, Option, Plan, spoken
 from cgx_ray.planner.bits import bits_of
-from cgx_ray.planner.cost import Link, Network
+from cgx_ray.planner.cost import Link
 from cgx_ray.planner.prediction import Measured, groups_of
 
 # Ratio of a step's seconds to the usual ones from which one step is enough to look for another network.
@@ -121,7 +122,7 @@ class WorkerGroupState:
             self.steps.errors.compute_slowdown = ComputeSlowdown()
         self.decided = replace(
             learned.measured,
-            network=_resized(before, num_workers),
+            network=resized(before, num_workers),
             codec_costs=self.steps.codec_costs,
             **self._registration.of_device,
             fixed=self._fixed,
@@ -369,13 +370,15 @@ class WorkerGroupState:
         between = Link(alpha_s=self.network.latency_s or self.network.probed_s, beta_s_per_byte=1 / rate.value)
         inside, device_sums = inside_of(recent[-1].inside)
         backward_s, after_s = compute_times(self.layers, self.plan, recent, self.steps.compute_slowdown, self.decided)
+        # A node may say nothing for a moment.
+        sizes = max(reversed(recent), key=lambda step: len(step.slowness)).node_sizes
         chooses_bits = self._max_error is not None
         before = self.decided.squared_errors if self.decided is not None else {}
         return Measured(
             layers=self.layers,
             backward_s=backward_s,
             after_s=after_s,
-            network=network_of(recent[-1].node_sizes, between, inside, device_sums=device_sums),
+            network=network_of(sizes, between, inside, device_sums=device_sums),
             codec_costs=self.steps.codec_costs,
             gain=self.losses.gain | self.gains.usable if chooses_bits else self.gains.usable,
             **self._registration.of_device,
@@ -439,11 +442,3 @@ class WorkerGroupState:
             report_age_s={node: self._now_s - seen_s for node, seen_s in self._reported_s.items()},
             num_incomplete_steps=self._joiner.num_incomplete,
         )
-
-
-def _resized(network: Network, num_workers: int) -> Network:
-    """Return `network` with another number of workers, in nodes as before where these are alike and filled."""
-    size = 1 if network.node_sizes or num_workers % network.ranks_per_node else network.ranks_per_node
-    sizes = [size] * (num_workers // size)
-    is_same = network.num_workers == num_workers
-    return network if is_same else network_of(sizes, network.between, network.inside, device_sums=network.device_sums)

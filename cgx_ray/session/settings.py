@@ -33,7 +33,7 @@ from cgx_ray.plan import (
     is_known_everywhere,
     make_plan,
 )
-from cgx_ray.planner.bits import bits_of
+from cgx_ray.planner.bits import STATIC_BITS, bits_of
 
 TRANSPORTS = ("tcp", "gloo")
 # Steps between two comparisons of the weights: hashing 1 GB of them takes 0.1 s, which is 0.2 % of steps of 0.1 s.
@@ -182,9 +182,13 @@ class Settings:
         return self.policy
 
     def codecs_by_layer(self) -> tuple[CodecSpec, ...]:
-        """Return the codecs whose errors the policy needs by layer: qsgd with each number of bits to choose from."""
+        """Return the codecs whose errors the policy needs by layer: qsgd with each number of bits to choose from.
+
+        And with 4, whose error all others are compared with.
+        """
         policy = self.chosen_policy
-        return tuple(policy.codec_by_layer.replace(bits=bits) for bits in bits_of(policy.timed_codecs))
+        bits = bits_of(policy.timed_codecs)
+        return tuple(policy.codec_by_layer.replace(bits=each) for each in sorted({*bits, STATIC_BITS}) if bits)
 
     def _check_codecs(self) -> None:
         """Raise ConfigError if the process that decides would not know a codec that it may choose."""

@@ -179,12 +179,13 @@ def test_every_kind_of_way_is_timed_in_a_cell(monkeypatch: pytest.MonkeyPatch) -
         assert 0 < low_s <= way.median_s <= high_s
         assert (way.limit_s is None) == (name == "noop")
         assert (way.plan is None) == (not WAYS[name].has_engine)
-    assert cell.answers(options)
-    assert not cell.answers(replace(options, num_rounds=2))
-    assert not cell.answers(replace(options, ways=(*names, "grace_dgc")))
+    assert cell.answers(options, cell.divisor)
+    assert not cell.answers(options, 2 * cell.divisor)
+    assert not cell.answers(replace(options, num_rounds=2), cell.divisor)
+    assert not cell.answers(replace(options, ways=(*names, "grace_dgc")), cell.divisor)
 
 
-def times(cell: str, **seconds: float) -> CellTimes:
+def times(cell: str, divisor: float = 1.0, **seconds: float) -> CellTimes:
     """Return a cell whose ways take so many seconds; all bounds are 0.5 s."""
     ways = {
         name: WayTime(median_s=one, quartiles_s=(one, one), limit_s=None if name == "noop" else 0.5, plan=None)
@@ -192,7 +193,7 @@ def times(cell: str, **seconds: float) -> CellTimes:
     }
     return CellTimes(
         cell=cell,
-        divisor=1.0,
+        divisor=divisor,
         num_ranks=4,
         num_rounds=5,
         date="2026-11-27",
@@ -232,11 +233,11 @@ def test_cells_of_a_file_are_not_measured_again_unless_they_are_named(
 
     def fake(cell: PeerCell, options: PeersOptions, on_part: object) -> CellTimes:
         asked.append(cell.name)
-        return times(cell.name, **dict.fromkeys(options.ways, 1.0))
+        return times(cell.name, cell.divisor(), **dict.fromkeys(options.ways, 1.0))
 
     monkeypatch.setattr(measure, "measure_cell", fake)
     first, second = (cell.name for cell in QUICK.cells)
-    write_cells(path, {first: times(first, **dict.fromkeys(QUICK.ways, 2.0))})
+    write_cells(path, {first: times(first, QUICK.cells[0].divisor(), **dict.fromkeys(QUICK.ways, 2.0))})
     for argv, measured_again in (
         (["--quick"], [second]),
         (["--quick"], []),

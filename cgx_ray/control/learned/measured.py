@@ -146,6 +146,15 @@ def network_of(node_sizes: Sequence[int], between: Link, inside: Link | None, *,
     return Network.of_nodes(node_sizes, between, inside or DEFAULT_INSIDE, device_sums=device_sums)
 
 
+def resized(network: Network, num_workers: int) -> Network:
+    """Return `network` with another number of workers, in nodes as before where these are alike and filled."""
+    if network.num_workers == num_workers:
+        return network
+    size = 1 if network.node_sizes or num_workers % network.ranks_per_node else network.ranks_per_node
+    sizes = [size] * (num_workers // size)
+    return network_of(sizes, network.between, network.inside, device_sums=network.device_sums)
+
+
 def dense_shares(groups: Sequence[PlannedGroup]) -> dict[Option, float]:
     """Return each option's share of the dense bytes."""
     whole = sum(group.dense_bytes for group in groups)

@@ -166,14 +166,15 @@ class Flexible(PaperPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class SearchedGroups(PaperPolicy):
-    """Searches groups at the first measurements, and again for another number of workers: the papers do so before
+    """Searches groups at the first measurements, and again for other nodes or ranks on them: the papers do so before
     training.
 
     codec  that the groups may have
     """
 
     codec: CodecSpec | str = str(QSGD)
-    _found: dict[int, Groups] = field(init=False, repr=False, compare=False, default_factory=dict)
+    # By the nodes and the ranks on them.
+    _found: dict[tuple[int, ...], Groups] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         codec = as_codec(self.codec)
@@ -185,10 +186,11 @@ class SearchedGroups(PaperPolicy):
     def groups(self, measured: Measured) -> Groups:
         if sum(len(group.layers) for group in measured.fixed) == len(measured.layers):
             return measured.fixed
-        num_workers = measured.network.num_workers
-        if num_workers not in self._found:
-            self._found[num_workers] = self._search(measured)
-        return self._found[num_workers]
+        network = measured.network
+        nodes = (network.num_nodes, network.ranks_per_node, *network.node_sizes)
+        if nodes not in self._found:
+            self._found[nodes] = self._search(measured)
+        return self._found[nodes]
 
     def _search(self, measured: Measured) -> Groups:
         """Return groups of all layers. There is a layer without a rule."""
@@ -228,7 +230,7 @@ class ByteComp(SearchedGroups):
     """ByteComp, later Espresso (Wang et al. 2022): each layer by itself, dense, or encoded in one of the ways of its
     tree that the engine runs, on a GPU or offloaded to its host.
 
-    codec  such as "qsgd:bits=4", the default
+    codec  such as "qsgd:bits=4", the default. Only all-gathers are in the tree of codecs that sra cannot carry
     """
 
     title = "bytecomp"

@@ -237,7 +237,8 @@ class Policy(Protocol):
 
     @property
     def is_guarded(self) -> bool:
-        """True if the loop takes back plans that are slower than dense, and compares with dense where it is unsure."""
+        """True if the loop takes back plans that are slower than dense, compares with dense where it is unsure, and
+        believes no small gain while gradients change fast."""
         return True
 
     @property

@@ -16,6 +16,7 @@ from cgx_ray.plan import CodecSpec, Scheme
 from cgx_ray.planner.bits import (
     ALPHA,
     QSGD,
+    STATIC_BITS,
     WIDTHS,
     BitsChoice,
     BitsProblem,
@@ -187,10 +188,12 @@ def cgx_groups(
     alpha   the largest error of all layers, over that of 4 bits
     widths  bits to choose from, ascending, the last one 4 or more
 
-    A layer whose gradient is 0 has no error and keeps the bits of `codec`. Departure: if bits in force had a larger
-    error than expected of them, the next ones are chosen for an error that is smaller by that factor.
+    A layer whose gradient is 0 has no error and gets the least of `widths` that is 4 or more. Departure: if bits in
+    force had a larger error than expected of them, the next ones are chosen for an error that is smaller by that
+    factor.
     Neighbours with the same bits share a group, up to the usual size.
     """
+    codec = codec.replace(bits=min(width for width in widths if width >= STATIC_BITS))
     fixed = {name for group in measured.fixed for name in group.layers}
     large = [layer.name for layer in measured.layers if not layer.is_small and layer.name not in fixed]
     if not large:
