@@ -153,8 +153,10 @@ class NodeMeter:
     def add_quiet(self, before: Mapping[str, int], after: Mapping[str, int], seconds: float) -> None:
         """Count what cards carried, as of `card_bytes`, while nothing of this process was under way."""
         quiet_s, num_bytes = self._quiet
-        more = Counter({name: after[name] - before.get(name, after[name]) for name in after})
-        self._quiet = quiet_s + seconds, num_bytes + more
+        total = Counter(num_bytes)
+        # Unlike a sum of counters, `update` keeps 0: that card is known to be quiet.
+        total.update({name: max(0, after[name] - before.get(name, after[name])) for name in after})
+        self._quiet = quiet_s + seconds, total
 
     def read(self, *, asks_gpus: bool) -> tuple[NodeFacts, float, float]:
         """Return the node, the seconds that were measured, and those of them that threads waited for a processor.

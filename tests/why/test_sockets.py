@@ -109,6 +109,13 @@ def test_what_cards_carry_counts_as_others_only_while_nothing_is_under_way(
     assert 0 < rates[1] <= 1000 / _QUIET_S
 
 
+def test_a_card_that_carried_nothing_is_quiet_not_unknown() -> None:
+    meter = NodeMeter()
+    meter.add_quiet({"lo": 5}, {"lo": 5}, seconds=1.0)
+    (loopback,) = (card for card in meter.read(asks_gpus=False)[0].cards if card.kind == "loopback")
+    assert loopback.quiet_bytes_per_s == 0
+
+
 def test_a_node_has_loopback_and_processors() -> None:
     meter = NodeMeter()
     meter.begin()
