@@ -129,7 +129,8 @@ def _cost_at_density(costs: Mapping[str, CodecCost], codec: CodecSpec, density: 
         return None
     logs, seconds = zip(*points, strict=True)
     at = math.log(density)
-    return CodecCost(**{field: float(np.interp(at, logs, [one[field] for one in seconds])) for field in seconds[0]})
+    common = [field for field in seconds[0] if all(field in one for one in seconds)]
+    return CodecCost(**{field: float(np.interp(at, logs, [one[field] for one in seconds])) for field in common})
 
 
 def efficiency(gain: float, codec: CodecSpec) -> float:

@@ -130,6 +130,10 @@ def test_each_density_has_the_codec_time_that_was_measured_with_it() -> None:
     between = codec_cost_of(costs, CodecSpec(name="topk", density=math.sqrt(0.1 * 0.033)))
     assert between.encode_a_s == pytest.approx(COST.encode_a_s * (factors[0.1] + factors[0.033]) / 2)
     assert codec_cost_of(costs, CodecSpec(name="topk", density=1.0)) == costs["topk:density=0.1"]
+    # One density's profile may know the times of further rows, and another's not.
+    rarest = str(CodecSpec(name="topk", density=min(factors)))
+    mixed = {**costs, rarest: replace(costs[rarest], encode_row_s=1e-6)}
+    assert codec_cost_of(mixed, CodecSpec(name="topk", density=math.sqrt(0.1 * 0.033))) == between
 
 
 def test_artopk_is_scored_by_its_gain_at_the_indices_of_another_rank() -> None:
