@@ -31,7 +31,7 @@ from cgx_ray.runtime_ext.mesh import Mesh
 from cgx_ray.session import agree, ddp
 
 # Values that ranks gather when they attach, and which of them is the name of the shared memory.
-NUM_VALUES, OF_SEGMENT = 12, 7
+NUM_VALUES, OF_SEGMENT = 13, 8
 # By the error's text: whose, and the error. All of them on rank 1 only.
 FAULTS: dict[str, tuple[Any, str, type[Exception]]] = {
     "no interface is up": (agree, "node_address", OSError),
