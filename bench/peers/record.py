@@ -1,4 +1,4 @@
-"""What `python -m bench peers` measures of a cell, the file that keeps it, and its judgement."""
+"""Numbers of one cell of `python -m bench peers`, the file that keeps them, and their judgement."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from cgx_ray.monitors.sample import (
 )
 from cgx_ray.plan import DENSE, Option, Plan, make_plan
 from cgx_ray.planner.bits import WIDTHS
-from cgx_ray.planner.candidates import CodecCost, candidate_options
+from cgx_ray.planner.candidates import CodecCost, CodecCosts, candidate_options
 from cgx_ray.planner.cost import Link, Network, exchange_s
 from cgx_ray.planner.models import ModelDescription, load_model
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
@@ -293,7 +293,7 @@ class SimulatedCluster:
     def __init__(
         self,
         model: ModelDescription,
-        costs: Mapping[str, CodecCost],
+        costs: CodecCosts,
         gain: Mapping[str, float],
         errors: ClusterErrors,
         seed: int,

@@ -1,4 +1,4 @@
-"""What averages the gradients, or parameters, of one way's model in `bench step` and `bench peers`."""
+"""Averages the gradients, or parameters, of one way's model in `bench step` and `bench peers`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Averaging:
 
     @property
     def last_spans(self) -> Sequence[Span]:
-        """What the engine's groups did in the last step."""
+        """Phases of the engine's groups in the last step."""
         return ()
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ from cgx_ray.commands.options import FILE
 from cgx_ray.engine.chrome_trace import PhaseSpan, chrome_trace
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.plan import Plan
-from cgx_ray.planner.candidates import CodecCost
+from cgx_ray.planner.candidates import CodecCost, CodecCosts
 from cgx_ray.report.result import Row
 from cgx_ray.report.show import write_json
 from cgx_ray.units import parse_rate, parse_seconds
@@ -111,7 +111,7 @@ class StepRecord:
 
     seconds: Mapping[str, Sequence[float]]
     plans: Mapping[str, Plan]
-    codec_costs: Mapping[str, CodecCost]
+    codec_costs: CodecCosts
     spans: Mapping[str, Sequence[PhaseSpan]]
 
     @classmethod

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from bench.step.cases import StepWay
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme
 from cgx_ray.planner import models
-from cgx_ray.planner.candidates import CodecCost
+from cgx_ray.planner.candidates import CodecCosts
 from cgx_ray.planner.cost import Link, Network, terms
 from cgx_ray.planner.prediction import Measured, groups_of, predict
 from cgx_ray.planner.scenario import typical_gains
@@ -160,7 +159,7 @@ class Workload:
             return noop_s + link.seconds(1 / way.period, num_bytes)
         return max(noop_s, self.first_ready_s(self.bucket_cap_mb(way), plan) + link.seconds(1, num_bytes))
 
-    def measured(self, *, link: Link, codec_costs: Mapping[str, CodecCost], compute_s: float) -> Measured:
+    def measured(self, *, link: Link, codec_costs: CodecCosts, compute_s: float) -> Measured:
         """Return the input of the planner.
 
         compute_s  seconds of a step without exchange; what they are more than backward is added to its first layer

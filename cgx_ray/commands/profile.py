@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from cgx_ray.codecs.codec import HOST
 from cgx_ray.commands.options import FILE, console_for
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, usable_records
-from cgx_ray.planner.candidates import CodecCost
+from cgx_ray.planner.candidates import CodecCost, CodecCosts
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.engine_cost import HOST_ENGINE
 from cgx_ray.planner.fidelity import Fidelity, codecs_of
@@ -88,7 +88,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
 
 
-def cost_table(costs: Mapping[str, CodecCost], title: str) -> Table:
+def cost_table(costs: CodecCosts, title: str) -> Table:
     """Return a table with microseconds per call and nanoseconds per element."""
     table = new_table(title, "codec", "encode, us", "ns/element", "decode, us", "ns/element")
     for codec, cost in costs.items():

@@ -17,7 +17,7 @@ from cgx_ray.control.learned.measured import dense_groups, is_dense
 from cgx_ray.control.trial.bans import Bans
 from cgx_ray.control.trial.steps_beside_predictions import DenseBaseline
 from cgx_ray.plan import Layer, Plan
-from cgx_ray.planner.candidates import CodecCost
+from cgx_ray.planner.candidates import CodecCosts
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.engine_cost import HOST_ENGINE, EngineCost
 from cgx_ray.planner.legs import EncodesOn
@@ -48,7 +48,7 @@ class Registration:
 
     layers: tuple[Layer, ...]
     first_plan: Plan
-    codec_costs: Mapping[str, CodecCost] = field(default_factory=dict)
+    codec_costs: CodecCosts = field(default_factory=dict)
     encodes_on: EncodesOn = "thread"
     bus: Link | None = None
     engine: EngineCost = HOST_ENGINE

@@ -88,7 +88,7 @@ def host_name(codec: CodecSpec | str) -> str:
     return f"{codec} on cpu"
 
 
-def codec_cost_of(costs: Mapping[str, CodecCost], codec: CodecSpec, *, on_host: bool = False) -> CodecCost:
+def codec_cost_of(costs: CodecCosts, codec: CodecSpec, *, on_host: bool = False) -> CodecCost:
     """Return the cost under `str(codec)`, else the first of these that is known:
 
     1. between those of the next densities, linear in the logarithm of the density
@@ -115,7 +115,7 @@ def codec_cost_of(costs: Mapping[str, CodecCost], codec: CodecSpec, *, on_host: 
     return cost
 
 
-def _cost_at_density(costs: Mapping[str, CodecCost], codec: CodecSpec, density: float) -> CodecCost | None:
+def _cost_at_density(costs: CodecCosts, codec: CodecSpec, density: float) -> CodecCost | None:
     """Return the cost between those at the next densities, beyond them that of the nearest; None if there is none."""
     own = f"{codec.name}:"
     names = (name for name in costs if name.startswith(own) and not name.endswith(host_name("")))

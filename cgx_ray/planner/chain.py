@@ -45,11 +45,10 @@ class LayerChain:
         """`keeps_small`: with the small layers. `shares_time` as in `group_cost`."""
         self._measured = measured
         self._shares_time = shares_time
-        fixed = {name for group in measured.fixed for name in group.layers}
+        free = {layer.name for layer in measured.free_layers}
         num_bytes: dict[str, int] = {}
-        for layer in measured.layers:
-            if layer.name not in fixed:
-                num_bytes[layer.dtype] = num_bytes.get(layer.dtype, 0) + layer.dense_bytes
+        for layer in measured.free_layers:
+            num_bytes[layer.dtype] = num_bytes.get(layer.dtype, 0) + layer.dense_bytes
         self._dtype = max(num_bytes, key=lambda dtype: num_bytes[dtype])
         self.layers: list[Layer] = []
         self._backward_s: list[float] = []
@@ -57,7 +56,7 @@ class LayerChain:
         waiting_s = 0.0
         for layer, backward_s in zip(reversed(measured.layers), measured.backward_s, strict=True):
             waiting_s += backward_s
-            if layer.name in fixed:
+            if layer.name not in free:
                 continue
             if layer.dtype == self._dtype and (keeps_small or not layer.is_small):
                 self.layers.append(layer)

@@ -25,7 +25,7 @@ from cgx_ray.plan import (
     Scheme,
 )
 from cgx_ray.planner.bits import QSGD, LayerErrors
-from cgx_ray.planner.candidates import CodecCost, codec_cost_of, efficiency, host_name
+from cgx_ray.planner.candidates import CodecCost, CodecCosts, codec_cost_of, efficiency, host_name
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.engine_cost import HOST_ENGINE, EngineCost
 from cgx_ray.planner.fidelity import period_loss
@@ -64,7 +64,7 @@ class Measured:
     layers: tuple[Layer, ...]
     backward_s: tuple[float, ...]
     network: Network
-    codec_costs: Mapping[str, CodecCost]
+    codec_costs: CodecCosts
     gain: Mapping[str, float]
     after_s: float = 0.0
     encodes_on: EncodesOn = "thread"
@@ -92,6 +92,12 @@ class Measured:
                 raise ConfigError(f"gain of {name} is {gain!r}; a measured gain is finite and more than 0")
         if self.encodes_on not in get_args(EncodesOn):
             raise ConfigError(f"encodes_on is {self.encodes_on!r}; give one of {', '.join(get_args(EncodesOn))}")
+
+    @property
+    def free_layers(self) -> tuple[Layer, ...]:
+        """The layers that are in no fixed group, in the order of `layers`."""
+        fixed = {name for group in self.fixed for name in group.layers}
+        return tuple(layer for layer in self.layers if layer.name not in fixed)
 
     @property
     def compute_s(self) -> float:

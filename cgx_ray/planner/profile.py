@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.json_schema import Check, compile_check
-from cgx_ray.planner.candidates import CodecCost
+from cgx_ray.planner.candidates import CodecCost, CodecCosts
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.engine_cost import HOST_ENGINE, EngineCost
 from cgx_ray.untrusted import parse_json, read_bytes
@@ -91,7 +91,7 @@ class Profile:
     package_version: str
     device: str
     threads: int
-    codec_costs: Mapping[str, CodecCost]
+    codec_costs: CodecCosts
     link: Link | None = None
     engine: EngineCost = HOST_ENGINE
 

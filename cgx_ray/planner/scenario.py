@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, cast
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import BUILT_IN, MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, NONE, CodecSpec
-from cgx_ray.planner.candidates import CodecCost, codec_options
+from cgx_ray.planner.candidates import CodecCosts, codec_options
 from cgx_ray.planner.cost import Link, Network, check_positive
 from cgx_ray.planner.engine_cost import HOST_ENGINE, EngineCost
 from cgx_ray.planner.fidelity import Fidelity, codecs_of, describe_kept
@@ -55,7 +55,7 @@ class Scenario:
     model: ModelDescription
     network: Network
     compute_s: float
-    codec_costs: Mapping[str, CodecCost]
+    codec_costs: CodecCosts
     gain: Mapping[str, float]
     min_gain: float
     periods: tuple[int, ...] = (1,)

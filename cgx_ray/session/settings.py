@@ -188,7 +188,8 @@ class Settings:
         """
         policy = self.chosen_policy
         bits = bits_of(policy.timed_codecs)
-        return tuple(policy.codec_by_layer.replace(bits=each) for each in sorted({*bits, STATIC_BITS}) if bits)
+        all_bits = sorted({*bits, STATIC_BITS}) if bits else ()
+        return tuple(policy.codec_by_layer.replace(bits=each) for each in all_bits)
 
     def _check_codecs(self) -> None:
         """Raise ConfigError if the process that decides would not know a codec that it may choose."""

@@ -32,7 +32,11 @@ SIMPLER_IF_WITHIN = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What to use. `bits`: per parameter and step; `least`: parameters from which on it costs at most 1 % of loss."""
+    """One thing to use.
+
+    bits   per parameter and step
+    least  parameters from which on it costs at most 1 % of loss
+    """
 
     name: str
     color: str

@@ -28,7 +28,7 @@ LEAST_RATIO = 1e-6
 # Share by which the error of bits in force may exceed the allowed one before others are chosen, since it scatters.
 MAX_EXCESS = 0.05
 # Numbers of bits that errors are computed for.
-WIDTHS = range(1, 9)
+ALL_BITS = range(1, 9)
 
 
 class KnownLosses:
@@ -39,7 +39,7 @@ class KnownLosses:
     """
 
     def __init__(self, layers: Sequence[Layer], bits: Sequence[int] = (), codec: CodecSpec = QSGD) -> None:
-        """`bits`: numbers of bits for `squared_errors`. `codec`: qsgd whose errors are measured, with any of WIDTHS."""
+        """`bits`: numbers of bits for `squared_errors`. `codec`: qsgd that is measured, with any of ALL_BITS."""
         self.squared_errors: dict[int, dict[str, float]] = {}
         self._known_bits, self._codec = tuple(bits), codec
         self._numels = {layer.name: layer.numel for layer in layers}
@@ -93,7 +93,7 @@ class KnownLosses:
         kept = {
             str(self._codec.replace(bits=bits)): 1
             - math.fsum(self._energy[name] * self._lost(name, bits) for name in self._level) / energy
-            for bits in WIDTHS
+            for bits in ALL_BITS
             if energy > 0
         }
         return {codec: gain for codec, gain in kept.items() if gain > 0}
@@ -106,7 +106,7 @@ class KnownLosses:
                 numel=self._numels[name],
                 norm=math.sqrt(self._energy[name]),
                 top_norm=self._top[name],
-                squared_errors={bits: self._energy[name] * self._lost(name, bits) for bits in WIDTHS},
+                squared_errors={bits: self._energy[name] * self._lost(name, bits) for bits in ALL_BITS},
             )
             for name in self._level
         }

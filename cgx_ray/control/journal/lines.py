@@ -24,7 +24,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +35,7 @@ from cgx_ray.control.policies.policy import Decision, Policy, Situation
 from cgx_ray.control.trial.outcome import PendingOutcome
 from cgx_ray.monitors.sample import Fault
 from cgx_ray.plan import Layer, Plan
-from cgx_ray.planner.candidates import CodecCost
+from cgx_ray.planner.candidates import CodecCosts
 from cgx_ray.planner.fidelity import expected_loss
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.prediction import Measured, groups_of
@@ -144,7 +144,7 @@ def start_entry(
     policy: Policy,
     layers: Sequence[Layer],
     plan: Plan,
-    calibrated_costs: Mapping[str, CodecCost],
+    calibrated_costs: CodecCosts,
     encodes_on: EncodesOn,
     *,
     nodes: Sequence[str],

@@ -14,7 +14,7 @@ from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.named_policies import recorded_policy
 from cgx_ray.control.policies.policy import PlannerInput, Policy, Situation, Static
 from cgx_ray.plan import GroupPlan, Layer, Option, Plan
-from cgx_ray.planner.candidates import CodecCost
+from cgx_ray.planner.candidates import CodecCost, CodecCosts
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.engine_cost import HOST_ENGINE, EngineCost
 from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of, period_of
@@ -170,7 +170,7 @@ def read_groups(fields: Sequence[Mapping[str, Any]], layers: Sequence[Layer]) ->
     )
 
 
-def cost_fields(costs: Mapping[str, CodecCost]) -> dict[str, list[float]]:
+def cost_fields(costs: CodecCosts) -> dict[str, list[float]]:
     """Return the times of each codec, in the order of `CodecCost`, those of rows if they were measured."""
     return {name: list(cost.known().values()) for name, cost in costs.items()}
 

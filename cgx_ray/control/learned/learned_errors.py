@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from cgx_ray.control.learned.compute_slowdown import ComputeSlowdown
 from cgx_ray.control.learned.measured import dense_shares
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Device, Option
-from cgx_ray.planner.candidates import CodecCost
+from cgx_ray.planner.candidates import CodecCost, CodecCosts
 from cgx_ray.planner.prediction import PlannedGroup, Prediction
 
 # Seconds after which an error that was not measured again is forgotten: what made an option slow may have passed. They
@@ -103,7 +103,7 @@ class LearnedErrors:
         """Return whether `codec` was timed in steps of this training."""
         return codec in self._codecs
 
-    def corrected(self, calibrated: Mapping[str, CodecCost]) -> dict[str, CodecCost]:
+    def corrected(self, calibrated: CodecCosts) -> dict[str, CodecCost]:
         """Return codec times as they are in steps; as calibrated for codecs that were not timed there."""
         return {codec: cost.slowed(math.exp(self._codecs.get(codec, 0.0))) for codec, cost in calibrated.items()}
 

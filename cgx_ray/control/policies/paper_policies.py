@@ -184,7 +184,7 @@ class SearchedGroups(PaperPolicy):
         object.__setattr__(self, "codec", str(codec))
 
     def groups(self, measured: Measured) -> Groups:
-        if sum(len(group.layers) for group in measured.fixed) == len(measured.layers):
+        if not measured.free_layers:
             return measured.fixed
         network = measured.network
         nodes = (network.num_nodes, network.ranks_per_node, *network.node_sizes)

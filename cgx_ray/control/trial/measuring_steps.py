@@ -84,9 +84,8 @@ def trial_of(codec: CodecSpec, measured: Measured, current: Prediction) -> Predi
     smallest.
     """
     option = Option(codec=codec, scheme=preferred_scheme(codec))
-    fixed = {name for group in measured.fixed for name in group.layers}
-    free = (layer for layer in measured.layers if not layer.is_small and layer.name not in fixed)
-    layers = sorted(free, key=lambda layer: -layer.numel)
+    large = (layer for layer in measured.free_layers if not layer.is_small)
+    layers = sorted(large, key=lambda layer: -layer.numel)
     trial = None
     for layer in layers:
         trial = predict(measured, tuple(_with_layer(current.groups, measured, layer.name, option)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from statistics import median
@@ -22,7 +22,7 @@ from cgx_ray.control.policies.policy import MIN_IMPROVEMENT
 from cgx_ray.control.trial.measuring_steps import is_worth_comparing
 from cgx_ray.control.trial.outcome import PairedStep, PlanRecord
 from cgx_ray.plan import CodecSpec, Layer, Option, Plan
-from cgx_ray.planner.candidates import FREE, CodecCost
+from cgx_ray.planner.candidates import FREE, CodecCost, CodecCosts
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.prediction import Measured, groups_of, period_of, predict
 
@@ -72,9 +72,7 @@ class StepsBesidePredictions:
     record        steps under the plan in force
     """
 
-    def __init__(
-        self, layers: Sequence[Layer], plan: Plan, dense_plan: Plan, calibrated_costs: Mapping[str, CodecCost]
-    ) -> None:
+    def __init__(self, layers: Sequence[Layer], plan: Plan, dense_plan: Plan, calibrated_costs: CodecCosts) -> None:
         """`calibrated_costs`: codec times as they were measured before training."""
         self.layers = tuple(layers)
         self.dense_plan = dense_plan

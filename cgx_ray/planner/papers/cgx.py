@@ -194,8 +194,7 @@ def cgx_groups(
     Neighbours with the same bits share a group, up to the usual size.
     """
     codec = codec.replace(bits=min(width for width in widths if width >= STATIC_BITS))
-    fixed = {name for group in measured.fixed for name in group.layers}
-    large = [layer.name for layer in measured.layers if not layer.is_small and layer.name not in fixed]
+    large = [layer.name for layer in measured.free_layers if not layer.is_small]
     if not large:
         return uniform_groups(measured, codec, Scheme.SRA)
     known = {name: measured.layer_errors[name] for name in large if name in measured.layer_errors}

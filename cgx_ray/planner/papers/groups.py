@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from cgx_ray.plan import DENSE, CodecSpec, Layer, Option, Scheme, make_plan
+from cgx_ray.plan import DENSE, CodecSpec, Option, Scheme, make_plan
 from cgx_ray.planner.candidates import FREE
 from cgx_ray.planner.chain import place_fixed
 from cgx_ray.planner.pipeline import Groups, Pipeline, group_cost
@@ -19,7 +19,7 @@ def uniform_groups(
     measured: Measured, codec: CodecSpec, scheme: Scheme, bits: Mapping[str, int] | None = None
 ) -> tuple[PlannedGroup, ...]:
     """Return the groups of `make_plan` for the layers without a rule, with the fixed groups among them."""
-    free = [layer for layer, _ in reversed(list(_free(measured)))]
+    free = measured.free_layers
     plan = make_plan(
         free, version=0, world_size=measured.network.num_workers, codec=codec, scheme=scheme, bits=bits or {}
     )
@@ -32,7 +32,7 @@ def pipeline_of(measured: Measured, options: Sequence[Option]) -> Pipeline:
     As in the papers, codecs take the device from backward, except where the host of a GPU encodes, and dense sums take
     nothing from it.
     """
-    layers, backward_s = zip(*_free(measured), strict=True)
+    layers = measured.free_layers[::-1]
     costs = (
         group_cost(
             option,
@@ -44,7 +44,8 @@ def pipeline_of(measured: Measured, options: Sequence[Option]) -> Pipeline:
         )
         for option in options
     )
-    return Pipeline(backward_s=backward_s, numel=tuple(layer.numel for layer in layers), costs=tuple(costs))
+    numel = tuple(layer.numel for layer in layers)
+    return Pipeline(backward_s=tuple(_backward_s(measured)), numel=numel, costs=tuple(costs))
 
 
 def groups_on(measured: Measured, options: Sequence[Option], found: Groups) -> tuple[PlannedGroup, ...]:
@@ -52,7 +53,7 @@ def groups_on(measured: Measured, options: Sequence[Option], found: Groups) -> t
 
     A group has one dtype, so it is cut where that changes.
     """
-    layers = [layer for layer, _ in _free(measured)]
+    layers = measured.free_layers[::-1]
     groups, start = [], 0
     for end, option in found:
         for _, alike in itertools.groupby(layers[start:end], key=lambda layer: layer.dtype):
@@ -61,12 +62,12 @@ def groups_on(measured: Measured, options: Sequence[Option], found: Groups) -> t
     return tuple(place_fixed(measured, groups))
 
 
-def _free(measured: Measured) -> Iterator[tuple[Layer, float]]:
-    """Yield the layers without a rule in the order of backward, with the seconds since the one before."""
-    fixed = {name for group in measured.fixed for name in group.layers}
+def _backward_s(measured: Measured) -> Iterator[float]:
+    """Yield for each layer without a rule, in the order of backward, the seconds since the one before."""
+    free = {layer.name for layer in measured.free_layers}
     waiting_s = 0.0
     for layer, seconds in zip(reversed(measured.layers), measured.backward_s, strict=True):
         waiting_s += seconds
-        if layer.name not in fixed:
-            yield layer, waiting_s
+        if layer.name in free:
+            yield waiting_s
             waiting_s = 0.0
