@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
+from cgx_ray.plan import STEPS_TOGETHER
 
 STEPS = 24
 
@@ -111,6 +112,32 @@ def _switches(rank: int, device: str, folder: str) -> Any:
     return outcome
 
 
+def _rounds(rank: int, device: str, folder: str) -> Any:
+    """Ranks train alone for four steps at a time, with a GradScaler, and continue from a state in the middle of that."""
+    task = Task(rank, device)
+    task.optimizer = torch.optim.AdamW(task.model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**24, growth_interval=1000)
+    losses, state = [], None
+    for num_steps in (STEPS_TOGETHER + 2, STEPS):
+        task.model = DistributedDataParallel(task.model.module)
+        attachment = cgx_ray.attach(task.model, codec="topk:density=0.2", scheme="allgather", period=4)
+        if state is not None:
+            attachment.load_state_dict(state)
+        for _ in range(num_steps):
+            task.optimizer.zero_grad()
+            with torch.autocast(device, torch.float16 if device == "cuda" else torch.bfloat16):
+                loss = task.loss()
+            scaler.scale(loss).backward()
+            scaler.step(task.optimizer)
+            scaler.update()
+            losses.append(loss.detach())
+        state = attachment.state_dict()
+        if num_steps == STEPS:
+            attachment.end_round()
+        attachment.close()
+    return task.outcome(losses)
+
+
 def _adaptive(rank: int, device: str, folder: str) -> Any:
     """Long enough to calibrate codecs, to measure gains and to report, not to decide."""
     task = Task(rank, device)
@@ -133,7 +160,7 @@ def _trained(
     return task.outcome(losses)
 
 
-WAYS = (_mixed_precision, _bf16_weights, _accumulation, _switches, _adaptive)
+WAYS = (_mixed_precision, _bf16_weights, _accumulation, _switches, _rounds, _adaptive)
 
 
 # On CPUs `make test` trains in one way; tests of the engine train in the others.
