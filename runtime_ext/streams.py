@@ -169,6 +169,14 @@ class _CudaStreams(Streams):
     def wait_for_all(self) -> None:
         torch.cuda.synchronize(self._device)
 
+    def copy_each(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        if len(pairs) < 2 or any(tensor.device != self._device for pair in pairs for tensor in pair):
+            super().copy_each(pairs)
+            return
+        # One launch for all layers of a group.
+        sources, targets = ([tensor.view(-1) for tensor in side] for side in zip(*pairs, strict=True))
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+
     def future(self) -> torch.futures.Future[Tensor]:
         return torch.futures.Future(devices=[self._device])
 
