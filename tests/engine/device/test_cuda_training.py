@@ -113,7 +113,7 @@ def _switches(rank: int, device: str, folder: str) -> Any:
 
 
 def _rounds(rank: int, device: str, folder: str) -> Any:
-    """Ranks train alone for four steps at a time, with a GradScaler, and continue from a state in the middle of that."""
+    """Ranks train alone for four steps at a time, with a GradScaler, and continue from a state amid that."""
     task = Task(rank, device)
     task.optimizer = torch.optim.AdamW(task.model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler(device, init_scale=2.0**24, growth_interval=1000)
