@@ -4,6 +4,7 @@ from typing import overload
 
 class Mesh:
     TOKEN_BYTES: int
+    SEALED_BYTES: int
 
     def __init__(
         self,
@@ -21,7 +22,11 @@ class Mesh:
         self, addresses: Sequence[tuple[str, int]], timeout_s: float, segment: Segment | None, sharers: Sequence[int]
     ) -> None: ...
     def post(
-        self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]], channel: int
+        self,
+        sends: Sequence[tuple[int, int, int]],
+        receives: Sequence[tuple[int, int, int]],
+        channel: int,
+        is_sealed: bool,
     ) -> int: ...
     def post_minimum(
         self, values: int, num_bytes: int, is_int64: bool, rounds: Sequence[Sequence[int]], channel: int

@@ -13,6 +13,8 @@ from .checks import native
 from .shm import LocalGroup, Segment
 
 TOKEN_BYTES: int = native.Mesh.TOKEN_BYTES
+# The header of a message with a checksum.
+SEALED_BYTES: int = native.Mesh.SEALED_BYTES
 # Messages to or from one rank: a tensor, or several that go one after the other, each as its own message.
 Parts = Tensor | tuple[Tensor, ...]
 # Round trip in seconds from which several connections per rank pay: each brings its own initial TCP window. With one
@@ -88,16 +90,21 @@ class Mesh:
         # The native mesh's `close`: a reference to this object would be a cycle and keep connections open after use.
         self.local = LocalGroup(segment, ranks.index(self._rank), ranks, timeout_s, self._native.close)
 
-    def post(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts], channel: int = 0) -> int:
+    def post(
+        self, sends: Mapping[int, Parts], receives: Mapping[int, Parts], channel: int = 0, *, is_sealed: bool = False
+    ) -> int:
         """Begin to send and receive contiguous CPU tensors, by rank, and return a ticket for `wait`.
 
         Sent tensors must stay as they are until `wait` returns.
 
-        channel  0 to NUM_CHANNELS - 1, the same at both ends; ranks that use different ones time out
+        channel    0 to NUM_CHANNELS - 1, the same at both ends; ranks that use different ones time out
+        is_sealed  each tensor begins with SEALED_BYTES bytes, of which a thread beside this one writes the last four,
+                   the CRC-32C of all others, before it sends the message. Of a received message whose checksum is wrong
+                   it overwrites the first two bytes with 0. Sends on one channel must be all of this kind or none
         """
         if not 0 <= channel < NUM_CHANNELS:
             raise ValueError(f"channel {channel} is not allowed; give 0 to {NUM_CHANNELS - 1}")
-        ticket = self._native.post(_parts(sends), _parts(receives), channel)
+        ticket = self._native.post(_parts(sends), _parts(receives), channel, is_sealed)
         self._posted[ticket] = (sends, receives)
         return ticket
 

@@ -17,11 +17,14 @@ from cgx_ray.codecs.codec import HOST
 from cgx_ray.errors import DamagedMessageError, WireError
 from cgx_ray.plan import record_of
 from cgx_ray.runtime_ext import ops
+from cgx_ray.runtime_ext.mesh import SEALED_BYTES
 from cgx_ray.runtime_ext.streams import Mark, streams_of
 
 MAGIC = b"CG"
+# What a mesh makes of it if the checksum is wrong.
+DAMAGED = b"\0\0"
 FORMAT_VERSION = 2
-HEADER_BYTES = 32
+HEADER_BYTES = SEALED_BYTES
 FLOAT32_ID = 0
 
 _FIELDS = struct.Struct("<2sBBBBHQIII")
@@ -95,8 +98,12 @@ class Message:
              be copied to `body` before `seal`, and `check` copies `body` there, without waiting
     """
 
-    def __init__(self, payload_bytes: int, room: Room | None = None) -> None:
-        """`room`: memory to use, from its beginning, instead of new memory on the host."""
+    def __init__(self, payload_bytes: int, room: Room | None = None, *, is_sealed_by_mesh: bool = False) -> None:
+        """
+        room               memory to use, from its beginning, instead of new memory on the host
+        is_sealed_by_mesh  True if the mesh writes and checks the checksum, see `Mesh.post`
+        """
+        self._is_sealed_by_mesh = is_sealed_by_mesh
         num_bytes = HEADER_BYTES + payload_bytes
         self.room = room.part(0, num_bytes) if room is not None else Room(num_bytes)
         self.wire = self.room.host
@@ -111,18 +118,19 @@ class Message:
     def seal(self, stamp: Stamp, numel: int) -> None:
         """Write the header. Call it when the payload is complete, and on the host."""
         _FIELDS.pack_into(self.header.numpy().data, 0, *self._fields(stamp, numel))
-        _CRC.pack_into(self.header.numpy().data, _FIELDS.size, self._checksum())
+        if not self._is_sealed_by_mesh:
+            _CRC.pack_into(self.header.numpy().data, _FIELDS.size, self._checksum())
 
     def check(self, stamp: Stamp, numel: int, sender: int) -> None:
         """Raise WireError unless the received message is intact and matches `stamp` and `numel`."""
         found = _FIELDS.unpack_from(self.header.numpy().data, 0)
         wanted = self._fields(stamp, numel)
-        if found != wanted:
+        if found != wanted and found[0] != DAMAGED:
             names = ("magic", "format", "codec", "dtype", "phase", "group", "numel", "plan", "step", "payload_bytes")
             pairs = zip(names, found, wanted, strict=True)
             odd = "; ".join(f"{n} is {f!r}, expected {w!r}" for n, f, w in pairs if f != w)
             raise WireError(f"step {stamp.step}, group {stamp.group}: message of rank {sender} does not fit: {odd}")
-        if _CRC.unpack_from(self.header.numpy().data, _FIELDS.size)[0] != self._checksum():
+        if found[0] == DAMAGED or not (self._is_sealed_by_mesh or self._has_checksum()):
             raise DamagedMessageError(
                 f"step {stamp.step}, group {stamp.group}: message of rank {sender} was damaged (CRC-32C)"
             )
@@ -145,6 +153,10 @@ class Message:
             stamp.step,
             self.body.numel(),
         )
+
+    def _has_checksum(self) -> bool:
+        written: int = _CRC.unpack_from(self.header.numpy().data, _FIELDS.size)[0]
+        return written == self._checksum()
 
     def _checksum(self) -> int:
         return ops.crc32c(self.body, seed=ops.crc32c(self.header[: _FIELDS.size]))

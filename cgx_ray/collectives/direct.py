@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cgx_ray.codecs.codec import HOST, Codec, PayloadRow
 from cgx_ray.codecs.float32_room import in_float32
-from cgx_ray.collectives.parcel import Parcel, Step, copied_out, padded_bytes, side_by_side
+from cgx_ray.collectives.parcel import Parcel, Step, copied_out, padded_bytes, seals_by_mesh, side_by_side
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.transport.transport_like import Handle, TransportLike
 
@@ -52,10 +52,12 @@ class DirectLane:
         self._codec = codec
         self._transport = transport
         self._is_on_host = codec.device == HOST
+        self._is_sealed_by_mesh = seals_by_mesh(codec, transport)
+        self._start = transport.start_sealed if self._is_sealed_by_mesh else transport.start
         rank, peers = transport.rank, transport.peers
         numels = {chunk: bounds[chunk][1] - bounds[chunk][0] for chunk in (*peers, rank)}
         # By chunk: the part of it that this rank sends to the owner, then the owner's message with the sum.
-        room, parcels = side_by_side(codec, list(numels.values()))
+        room, parcels = side_by_side(codec, list(numels.values()), is_sealed_by_mesh=self._is_sealed_by_mesh)
         self._of_chunk = dict(zip(numels, parcels, strict=True))
         self._of_others = room.part(0, sum(padded_bytes(codec, numels[peer]) for peer in peers))
         self._room = room
@@ -69,7 +71,8 @@ class DirectLane:
         """Return, by peer, its message with its part of the own chunk. They lie in rank order, as they are added."""
         peers = sorted(self._transport.peers)
         start, stop = self._bounds[self._transport.rank]
-        _, parcels = side_by_side(self._codec, [stop - start] * len(peers))
+        numels = [stop - start] * len(peers)
+        _, parcels = side_by_side(self._codec, numels, is_sealed_by_mesh=self._is_sealed_by_mesh)
         return dict(zip(peers, parcels, strict=True))
 
     def begin(self, step: Step) -> None:
@@ -84,7 +87,7 @@ class DirectLane:
     def expect_parts(self) -> None:
         """Begin to receive the others' parts of the own chunk."""
         for peer in self._transport.peers:
-            self._coming[peer] = self._transport.start({}, {peer: self._of_own[peer].parts})
+            self._coming[peer] = self._start({}, {peer: self._of_own[peer].parts})
 
     def send_parts(self, step: Step) -> Iterator[Handle]:
         """Send the others their chunks."""
@@ -96,7 +99,7 @@ class DirectLane:
                 step.phases.lap("encode")
                 if not self._going:
                     step.phases.begin_round()
-                self._going[peer] = self._transport.start({peer: self._of_chunk[peer].parts}, {})
+                self._going[peer] = self._start({peer: self._of_chunk[peer].parts}, {})
                 step.phases.resume()
 
     def add_parts(self, step: Step) -> Generator[Handle, None, Tensor]:
@@ -133,7 +136,7 @@ class DirectLane:
             # A received chunk overwrites the message that was sent to its owner, so that one must be gone first.
             if peer in self._going:
                 yield self._going.pop(peer)
-            self._coming[peer] = self._transport.start({}, {peer: self._of_chunk[peer].parts})
+            self._coming[peer] = self._start({}, {peer: self._of_chunk[peer].parts})
 
     def send_average(self, first: Step, second: Step) -> Iterator[Handle]:
         """Send all others the average of the own chunk over ranks. `first` is the step of its parts."""
@@ -160,7 +163,7 @@ class DirectLane:
         step.phases.lap("encode")
         if peers:
             step.phases.begin_round()
-        self._going[self._transport.rank] = self._transport.start(dict.fromkeys(peers, own.parts), {})
+        self._going[self._transport.rank] = self._start(dict.fromkeys(peers, own.parts), {})
 
     def use_own(self, step: Step) -> None:
         """Replace the own chunk by the decoded message that the others get. Elsewhere `take_chunks` does so."""

@@ -14,7 +14,7 @@ from cgx_ray.codecs.cast import Raw
 from cgx_ray.codecs.codec import HOST, Codec, Memory, PayloadRow
 from cgx_ray.codecs.wire import HEADER_BYTES, Message, Room, Stamp
 from cgx_ray.collectives.phases import Phases
-from cgx_ray.collectives.transport.transport_like import Handle
+from cgx_ray.collectives.transport.transport_like import Handle, TransportLike
 from cgx_ray.errors import PlanError
 from cgx_ray.plan import MAX_PAYLOAD_BYTES
 from cgx_ray.runtime_ext import ops
@@ -58,18 +58,23 @@ class Parcel:
     is too long for the header's length field.
     """
 
-    def __init__(self, codec: Codec, numel: int, room: Room | None = None) -> None:
-        """`room`: `num_bytes` or more bytes to use, from the beginning, instead of new memory."""
+    def __init__(self, codec: Codec, numel: int, room: Room | None = None, *, is_sealed_by_mesh: bool = False) -> None:
+        """
+        room               `num_bytes` or more bytes to use, from the beginning, instead of new memory
+        is_sealed_by_mesh  as in `Message`; `seals_by_mesh` says where
+        """
         self.num_bytes = message_bytes(codec, numel)
         self._codec = codec
         self._numel = numel
         self._room = room
+        self._is_sealed_by_mesh = is_sealed_by_mesh
         # Header and payload are two messages on both ends, even if only one has borrowed. Gloo sends no empty message.
         self._is_two = isinstance(codec, Raw) and numel > 0
 
     @cached_property
     def _message(self) -> Message:
-        return Message(self.num_bytes - HEADER_BYTES, self._room or Room(self.num_bytes, self._codec.device))
+        room = self._room or Room(self.num_bytes, self._codec.device)
+        return Message(self.num_bytes - HEADER_BYTES, room, is_sealed_by_mesh=self._is_sealed_by_mesh)
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -148,13 +153,23 @@ def padded_bytes(codec: Codec, numel: int) -> int:
     return -(-message_bytes(codec, numel) // _ALIGNMENT) * _ALIGNMENT
 
 
-def side_by_side(codec: Codec, numels: Sequence[int]) -> tuple[Room, list[Parcel]]:
+def seals_by_mesh(codec: Codec, transport: TransportLike) -> bool:
+    """Return True if the mesh writes and checks the checksums of the codec's parcels, by `TransportLike.start_sealed`.
+
+    The thread that has encoded on a CPU has the message in its cache, so it does so itself. Codec none sends header and
+    payload apart.
+    """
+    return codec.device != HOST and not isinstance(codec, Raw) and transport.seals
+
+
+def side_by_side(codec: Codec, numels: Sequence[int], *, is_sealed_by_mesh: bool = False) -> tuple[Room, list[Parcel]]:
     """Return parcels of these numbers of elements, and their common memory: one copy takes all of them to the host."""
     sizes = [padded_bytes(codec, numel) for numel in numels]
     room = Room(sum(sizes), codec.device)
     starts = itertools.accumulate(sizes, initial=0)
     parts = [room.part(start, start + size) for start, size in zip(starts, sizes, strict=False)]
-    return room, [Parcel(codec, numel, part) for numel, part in zip(numels, parts, strict=True)]
+    pairs = zip(numels, parts, strict=True)
+    return room, [Parcel(codec, numel, part, is_sealed_by_mesh=is_sealed_by_mesh) for numel, part in pairs]
 
 
 def copied_out(room: Room, phases: Phases) -> Iterator[Handle]:

@@ -22,6 +22,7 @@ class Subset:
         self._whole = whole
         self.ranks = ranks
         self.takes_many = whole.takes_many
+        self.seals = whole.seals
         self.rank = ranks.index(whole.rank)
         self.world_size = len(ranks)
         self.peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
@@ -29,8 +30,14 @@ class Subset:
 
     def start(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> Handle:
         """See `TransportLike.start`."""
-        sent, received = ({self.ranks[peer]: m for peer, m in messages.items()} for messages in (sends, receives))
-        return self._whole.start(sent, received)
+        return self._whole.start(self._of_whole(sends), self._of_whole(receives))
+
+    def start_sealed(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> Handle:
+        """See `TransportLike.start_sealed`."""
+        return self._whole.start_sealed(self._of_whole(sends), self._of_whole(receives))
+
+    def _of_whole(self, messages: Mapping[int, Parts]) -> dict[int, Parts]:
+        return {self.ranks[peer]: parts for peer, parts in messages.items()}
 
     def finish(self, handle: Handle, waited_s: float = 0.0) -> None:
         """See `TransportLike.finish`."""

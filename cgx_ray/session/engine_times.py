@@ -110,7 +110,7 @@ class _NoCodec(Codec):
 class _Ends:
     """A `TransportLike`: the end of one rank of the connections. `channel`: that of the group at work."""
 
-    takes_many = True
+    takes_many = seals = True
 
     def __init__(self, mesh: Mesh, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -121,6 +121,9 @@ class _Ends:
 
     def start(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> Handle:
         return self._mesh.post(sends, receives, self.channel)
+
+    def start_sealed(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> Handle:
+        return self._mesh.post(sends, receives, self.channel, is_sealed=True)
 
     def is_over(self, handle: Handle) -> bool:
         return handle.is_done if isinstance(handle, Mark) else self._mesh.is_over(_ticket(handle))

@@ -49,8 +49,8 @@ namespace {
 // (peer, address, bytes)
 using PeerBuffers = std::vector<std::tuple<int, Address, int64_t>>;
 
-std::vector<cgx::Mesh::Message> to_messages(const PeerBuffers& buffers) {
-    std::vector<cgx::Mesh::Message> messages;
+std::vector<cgx::Message> to_messages(const PeerBuffers& buffers) {
+    std::vector<cgx::Message> messages;
     for (const auto& [peer, data, num_bytes] : buffers) messages.push_back({peer, data, num_bytes});
     return messages;
 }
@@ -60,6 +60,7 @@ using release = nb::call_guard<nb::gil_scoped_release>;
 void bind_mesh(nb::module_& m) {
     nb::class_<cgx::Mesh> mesh(m, "Mesh");
     mesh.attr("TOKEN_BYTES") = cgx::kTokenBytes;
+    mesh.attr("SEALED_BYTES") = cgx::kHeaderBytes;
     mesh.def("__init__", [](cgx::Mesh* self, int rank, int world_size, int num_streams,
                             const std::string& address, nb::bytes token, double far_s,
                             std::pair<int, int> ports) {
@@ -70,8 +71,9 @@ void bind_mesh(nb::module_& m) {
     mesh.def("connect", &cgx::Mesh::connect, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), release());
     mesh.def(
         "post",
-        [](cgx::Mesh& self, const PeerBuffers& sends, const PeerBuffers& receives, uint32_t channel) {
-            return self.post(to_messages(sends), to_messages(receives), channel);
+        [](cgx::Mesh& self, const PeerBuffers& sends, const PeerBuffers& receives, uint32_t channel,
+           bool is_sealed) {
+            return self.post(to_messages(sends), to_messages(receives), channel, is_sealed);
         },
         release());
     mesh.def(

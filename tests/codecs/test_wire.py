@@ -14,7 +14,7 @@ from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.wire import HEADER_BYTES, Message, Stamp
 from cgx_ray.collectives.parcel import Parcel
 from cgx_ray.collectives.pieces import chunk_bounds
-from cgx_ray.errors import ConfigError, PlanError, WireError
+from cgx_ray.errors import ConfigError, DamagedMessageError, PlanError, WireError
 from cgx_ray.plan import (
     BUILT_IN,
     MAX_GROUPS,
@@ -52,6 +52,15 @@ def test_any_flipped_bit_is_noticed(spec: CodecSpec, numel: int, data: st.DataOb
     message.wire[position] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(WireError, match="rank 1"):
         message.check(stamp, numel, sender=1)
+
+
+def test_a_message_that_the_mesh_has_found_damaged_is_refused() -> None:
+    message = Message(12, is_sealed_by_mesh=True)
+    message.seal(STAMP, 3)
+    message.check(STAMP, 3, sender=1)
+    message.header[:2] = 0
+    with pytest.raises(DamagedMessageError, match="message of rank 1 was damaged"):
+        message.check(STAMP, 3, sender=1)
 
 
 @pytest.mark.fault("a message of another plan or step", "`WireError`; nothing of it is decoded")

@@ -258,7 +258,7 @@ def test_a_lane_gives_its_memory_back_after_the_last_message_has_left(monkeypatc
         released.append(parcel)
 
     monkeypatch.setattr(Parcel, "release", release)
-    transport: Any = SimpleNamespace(rank=0, peers=[1, 2], world_size=3)
+    transport: Any = SimpleNamespace(rank=0, peers=[1, 2], world_size=3, seals=False, start=None)
     codec = make_codec(CodecSpec.parse("qsgd"), device=DEVICE)
     lane = DirectLane([(0, 128), (128, 256), (256, 384)], [0, 1, 2], codec, transport)
     lane._going = {0: [3], 1: [4]}

@@ -15,7 +15,7 @@ from support.meshes import TIMEOUT_S
 class MeshTransport:
     """The `TransportLike` of one rank. Sums are made of messages."""
 
-    takes_many = True
+    takes_many = seals = True
 
     def __init__(self, mesh: Mesh, rank: int, world_size: int) -> None:
         self._mesh = mesh
@@ -28,6 +28,9 @@ class MeshTransport:
 
     def start(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> Handle:
         return self._mesh.post(sends, receives, channel=0)
+
+    def start_sealed(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> Handle:
+        return self._mesh.post(sends, receives, channel=0, is_sealed=True)
 
     def finish(self, handle: Handle, waited_s: float = 0.0) -> None:
         assert isinstance(handle, int)

@@ -83,7 +83,7 @@ class Transport:
         if lifeline is not None:
             lifeline.call_on_verdict(self.abort)
         self.timeout_s = timeout_s
-        self.takes_many = mesh is not None
+        self.takes_many = self.seals = mesh is not None
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
@@ -105,15 +105,23 @@ class Transport:
 
     def start(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> Handle:
         """See `TransportLike.start`."""
-        self._card_bytes += _total_bytes({peer: parts for peer, parts in sends.items() if self._is_away(peer)})
-        if not sends:
-            return self._post(sends, receives, self.group_index)
-        return self._later(1, _total_bytes(sends), partial(self._post, sends, receives, self.group_index))
+        return self._start(sends, receives, is_sealed=False)
 
-    def _post(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts], channel: int) -> Handle:
+    def start_sealed(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> Handle:
+        """See `TransportLike.start_sealed`."""
+        return self._start(sends, receives, is_sealed=True)
+
+    def _start(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts], *, is_sealed: bool) -> Handle:
+        post = partial(self._post, sends, receives, self.group_index, is_sealed=is_sealed)
+        self._card_bytes += _total_bytes({peer: parts for peer, parts in sends.items() if self._is_away(peer)})
+        return self._later(1, _total_bytes(sends), post) if sends else post()
+
+    def _post(
+        self, sends: Mapping[int, Parts], receives: Mapping[int, Parts], channel: int, *, is_sealed: bool
+    ) -> Handle:
         try:
             if self._mesh is not None:
-                return self._mesh.post(sends, receives, channel=channel)
+                return self._mesh.post(sends, receives, channel=channel, is_sealed=is_sealed)
             works = [dist.irecv(part, group=self._group, group_src=peer) for peer, part in flat(receives)]
             works += [dist.isend(part, group=self._group, group_dst=peer) for peer, part in flat(sends)]
         except RuntimeError as error:

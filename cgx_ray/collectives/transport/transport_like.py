@@ -44,6 +44,7 @@ class TransportLike(Protocol):
     """Messages, sums and broadcasts between ranks numbered from 0. `Transport` has all ranks, `Subset` some of them.
 
     takes_many  True if many messages between two ranks may be under way at once
+    seals       True if there is `start_sealed`
     peers       the other ranks, the next one first, so that every rank starts with another
     ranks       by rank, its number in error messages
     """
@@ -51,6 +52,7 @@ class TransportLike(Protocol):
     rank: int
     world_size: int
     takes_many: bool
+    seals: bool
     peers: list[int]
     ranks: Sequence[int]
 
@@ -62,6 +64,9 @@ class TransportLike(Protocol):
 
         Raises TransportError if a peer is gone.
         """
+
+    def start_sealed(self, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> Handle:
+        """As `start`, with checksums that another thread writes and checks, see `is_sealed` of `Mesh.post`."""
 
     def finish(self, handle: Handle, waited_s: float = 0.0) -> None:
         """Wait for all messages of `handle`, or for the device to come to it. Call it once per handle.

@@ -15,6 +15,7 @@ namespace {
 // bytes. Longer messages open the windows in any case, and every part has its cost.
 constexpr int64_t kSpreadBytes = 1 << 18;
 constexpr int64_t kMinPartBytes = 1 << 15, kMinLongPartBytes = 1 << 19;
+constexpr const char* kClosed = "the connections are closed";
 // Longer than any run. The clocks take no infinity.
 constexpr double kForeverS = 1e9;
 
@@ -34,7 +35,8 @@ Mesh::Mesh(int rank, int world_size, int num_streams, const std::string& address
       port_(port_of(listener_.get())),
       tickets_(world_size,
                [this](const std::shared_ptr<Ticket>& ticket) {
-                   socket_loop_.call([this, ticket] { pass_on(ticket); });
+                   if (ticket->minimum) return socket_loop_.call([this, ticket] { pass_on(ticket); });
+                   courier_.call([this, ticket](bool is_stopped) { check(ticket, is_stopped); });
                }),
       meter_(world_size),
       peers_(world_size),
@@ -77,15 +79,58 @@ void Mesh::add_streams(Connections connections, const std::vector<int>& sharers)
     if (segment_) ring_loop_ = std::make_unique<RingLoop>(*segment_, own_place_, with_rings);
 }
 
-int64_t Mesh::post(const std::vector<Message>& sends, const std::vector<Message>& receives,
-                   uint32_t channel) {
+int64_t Mesh::post(const std::vector<Message>& sends, const std::vector<Message>& receives, uint32_t channel,
+                   bool is_sealed) {
     refuse_copy();
+    const auto has_header = [](const Message& message) {
+        return message.num_bytes >= static_cast<int64_t>(kHeaderBytes);
+    };
+    if (is_sealed && !(std::all_of(sends.begin(), sends.end(), has_header) &&
+                       std::all_of(receives.begin(), receives.end(), has_header)))
+        fail("a message with a checksum has " + std::to_string(kHeaderBytes) + " bytes or more");
     const auto [number, ticket] = tickets_.open();
+    if (is_sealed) {
+        ticket->unchecked = receives;
+        tickets_.begin_posting(*ticket);
+    }
     // Receives first: a peer may answer at once what is sent below.
     for (const Message& message : receives) enqueue(message, Direction::kReceive, channel, ticket);
-    for (const Message& message : sends) enqueue(message, Direction::kSend, channel, ticket);
+    if (!is_sealed) {
+        for (const Message& message : sends) enqueue(message, Direction::kSend, channel, ticket);
+    } else if (sends.empty()) {
+        tickets_.end_posting(*ticket);
+    } else {
+        courier_.call([this, sends, channel, ticket = ticket](bool is_stopped) {
+            is_stopped ? tickets_.fail(*ticket, kClosed) : send_sealed(sends, channel, ticket);
+        });
+    }
     socket_loop_.wake();
     return number;
+}
+
+void Mesh::send_sealed(const std::vector<Message>& sends, uint32_t channel,
+                       const std::shared_ptr<Ticket>& ticket) {
+    try {
+        const void* last = nullptr;
+        for (const Message& message : sends) {
+            // Messages for several ranks may be the same memory, one after the other. It is sealed once: the
+            // first may be on its way.
+            if (message.data != last) seal(static_cast<uint8_t*>(message.data), message.num_bytes);
+            last = message.data;
+            enqueue(message, Direction::kSend, channel, ticket);
+        }
+        tickets_.end_posting(*ticket);
+        socket_loop_.wake();
+    } catch (const std::exception& error) {  // no memory is left
+        tickets_.fail(*ticket, error.what());
+    }
+}
+
+void Mesh::check(const std::shared_ptr<Ticket>& ticket, bool is_stopped) {
+    if (is_stopped) return tickets_.fail(*ticket, kClosed);
+    for (const Message& message : ticket->unchecked)
+        mark_if_damaged(static_cast<uint8_t*>(message.data), message.num_bytes);
+    tickets_.end_checks(*ticket);
 }
 
 int64_t Mesh::post_minimum(uint8_t* values, size_t num_bytes, bool is_int64,
@@ -194,9 +239,10 @@ void Mesh::close() {
     if (ring_loop_) ring_loop_->stop();
     if (socket_thread_.joinable()) socket_thread_.join();
     if (ring_thread_.joinable()) ring_thread_.join();
+    courier_.stop();
     if (segment_) segment_->rank(own_place_).has_left.store(1);
     for (Peer& peer : peers_) {
-        for (auto& stream : peer.streams) stream->close("the connections are closed");
+        for (auto& stream : peer.streams) stream->close(kClosed);
     }
     // Rounds that were about to begin fail.
     socket_loop_.do_called();
@@ -208,6 +254,7 @@ void Mesh::close_copies() {
     // The destructors of threads that are not in this process would end it.
     new (&socket_thread_) std::thread;
     new (&ring_thread_) std::thread;
+    courier_.forget_thread();
     tickets_.forget_waiters();
     socket_loop_.close_copies();
     for (Peer& peer : peers_) {

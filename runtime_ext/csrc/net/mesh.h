@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "courier.h"
 #include "handshake.h"
 #include "link_meter.h"
 #include "ring_loop.h"
@@ -30,12 +31,6 @@ namespace cgx {
 // for a ticket, and `connect` and `close_copies` are called alone.
 class Mesh {
   public:
-    struct Message {
-        int peer;
-        void* data;
-        int64_t num_bytes;
-    };
-
     // Listens on `address`, a numeric IP address, at a port of `ports`, as `listen_at`. Throws
     // std::runtime_error if it cannot.
     //
@@ -59,7 +54,11 @@ class Mesh {
                  std::shared_ptr<Segment> segment, const std::vector<int>& sharers);
 
     // Starts to send and receive, and returns at once with a ticket for `wait`.
-    int64_t post(const std::vector<Message>& sends, const std::vector<Message>& receives, uint32_t channel);
+    //
+    // is_sealed  a thread beside this one writes the checksums of the messages before it sends them, and
+    //            checks those received before the ticket is done; see courier.h
+    int64_t post(const std::vector<Message>& sends, const std::vector<Message>& receives, uint32_t channel,
+                 bool is_sealed);
 
     // Starts an element-wise minimum over ranks, in place in `values`, (num_bytes,) of int64 or uint8, and
     // returns a ticket for `wait`. The threads that move messages pass it on from round to round.
@@ -108,6 +107,9 @@ class Mesh {
     void add_streams(Connections connections, const std::vector<int>& sharers);
     void enqueue(const Message& message, Direction direction, uint32_t channel,
                  const std::shared_ptr<Ticket>& ticket);
+    void send_sealed(const std::vector<Message>& sends, uint32_t channel,
+                     const std::shared_ptr<Ticket>& ticket);
+    void check(const std::shared_ptr<Ticket>& ticket, bool is_stopped);
     void begin_round(const std::shared_ptr<Ticket>& ticket);
     void pass_on(const std::shared_ptr<Ticket>& ticket);
     Stream& next_stream(int peer, int64_t num_bytes, Direction direction, uint32_t channel);
@@ -124,9 +126,10 @@ class Mesh {
     std::vector<Peer> peers_;  // by rank
     SocketLoop socket_loop_;
     std::unique_ptr<RingLoop> ring_loop_;  // if there is a segment
-    bool is_copy_ = false;                 // in a forked child
-    std::mutex choice_mutex_;              // guards the choices of all peers
-    std::mutex close_mutex_;               // two threads may not join the same one
+    Courier courier_;
+    bool is_copy_ = false;     // in a forked child
+    std::mutex choice_mutex_;  // guards the choices of all peers
+    std::mutex close_mutex_;   // two threads may not join the same one
     std::thread socket_thread_, ring_thread_;
 };
 

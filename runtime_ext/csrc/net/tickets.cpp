@@ -26,6 +26,11 @@ void Tickets::expect(Ticket& ticket, int peer, int num_parts) {
     ticket.num_left += num_parts;
 }
 
+void Tickets::begin_posting(Ticket& ticket) {
+    std::lock_guard lock(mutex_);
+    ++ticket.num_left;
+}
+
 const std::vector<int>& Tickets::begin_round(Ticket& ticket) {
     std::lock_guard lock(mutex_);
     ++ticket.num_left;
@@ -35,6 +40,12 @@ const std::vector<int>& Tickets::begin_round(Ticket& ticket) {
 void Tickets::end_posting(Ticket& ticket) {
     std::lock_guard lock(mutex_);
     end_part(ticket);
+}
+
+void Tickets::end_checks(Ticket& ticket) {
+    std::lock_guard lock(mutex_);
+    ticket.unchecked.clear();
+    tell(ticket);
 }
 
 void Tickets::finish(Ticket& ticket, int peer, double at) {
@@ -136,7 +147,7 @@ bool Tickets::is_enough(const Watch& watch) const {
 
 void Tickets::end_part(Ticket& ticket) {
     if (--ticket.num_left > 0) return;
-    if (ticket.has_more() && !is_closed_) return next_round_(ticket.shared_from_this());
+    if (ticket.has_more() && !is_closed_) return go_on_(ticket.shared_from_this());
     if (ticket.has_more() && ticket.error.empty()) ticket.error = "the connections are closed";
     tell(ticket);
 }

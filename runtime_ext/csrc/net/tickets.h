@@ -17,6 +17,13 @@
 
 namespace cgx {
 
+// A message in memory: sent to `peer`, or received from it.
+struct Message {
+    int peer;
+    void* data;
+    int64_t num_bytes;
+};
+
 // State of one `post`. Guarded by the mutex of its Tickets.
 struct Ticket : std::enable_shared_from_this<Ticket> {
     std::vector<int> num_open;      // parts of messages that are not done, by peer
@@ -26,8 +33,9 @@ struct Ticket : std::enable_shared_from_this<Ticket> {
     std::string error;
     std::thread::id waiter;          // the thread that waits, if there is one
     std::optional<Minimum> minimum;  // whose rounds follow each other under this ticket
+    std::vector<Message> unchecked;  // received, with checksums that nobody has looked at
 
-    bool has_more() const { return minimum && minimum->has_more(); }
+    bool has_more() const { return !unchecked.empty() || (minimum && minimum->has_more()); }
     bool is_over() const { return (num_left == 0 && !has_more()) || !error.empty(); }
 };
 
@@ -39,11 +47,11 @@ struct Watch {
 
 class Tickets {
   public:
-    using NextRound = std::function<void(const std::shared_ptr<Ticket>&)>;
+    using GoOn = std::function<void(const std::shared_ptr<Ticket>&)>;
 
-    // `next_round`: has the next round of a minimum begin later, as it is called with locks held.
-    Tickets(int world_size, NextRound next_round)
-        : world_size_(world_size), next_round_(std::move(next_round)) {}
+    // `go_on`: has the next round of a minimum begin, or messages checked, later, as it is called with locks
+    // held.
+    Tickets(int world_size, GoOn go_on) : world_size_(world_size), go_on_(std::move(go_on)) {}
 
     // Rings `bell` too when a ticket is over that another thread waits for.
     void ring_also(Counter* bell) { bell_ = bell; }
@@ -54,10 +62,15 @@ class Tickets {
     // Adds `num_parts` to or from `peer` to what the ticket waits for.
     void expect(Ticket& ticket, int peer, int num_parts);
 
-    // Counts the next round of the ticket's minimum as begun and returns its ranks. Its parts may be done
-    // before all are posted, so call `end_posting` then.
-    const std::vector<int>& begin_round(Ticket& ticket);
+    // Parts may be done before all are posted: between these two calls the ticket is not over.
+    void begin_posting(Ticket& ticket);
     void end_posting(Ticket& ticket);
+
+    // Counts the next round of the ticket's minimum as begun, as `begin_posting`, and returns its ranks.
+    const std::vector<int>& begin_round(Ticket& ticket);
+
+    // Takes the received messages as checked.
+    void end_checks(Ticket& ticket);
 
     // Takes a part as done. `at`: when it arrived, 0 if it did not come through a socket.
     void finish(Ticket& ticket, int peer, double at);
@@ -104,7 +117,7 @@ class Tickets {
     void tell_all();
 
     const int world_size_;
-    const NextRound next_round_;
+    const GoOn go_on_;
     Counter* bell_ = nullptr;
     std::mutex mutex_;  // guards what is below
     std::condition_variable changed_;

@@ -132,7 +132,7 @@ class TracedDevice(Streams):
         vendor  group that sums memory of the device, as calls of the device
         """
         streams.STREAMS[DEVICE] = self
-        make_codec, start, is_finite = engine_group.make_codec, Transport.start, engine_group.is_finite
+        make_codec, start, is_finite = engine_group.make_codec, Transport._start, engine_group.is_finite
         start_sum, all_reduce = Transport._start_sum, dist.all_reduce
         histogram = gain_meter.histogram
 
@@ -141,9 +141,9 @@ class TracedDevice(Streams):
             self._trace(codec)
             return codec
 
-        def traced_start(transport: Transport, sends: Any, receives: Any) -> Any:
+        def traced_start(transport: Transport, sends: Any, receives: Any, *, is_sealed: bool) -> Any:
             self.touch([part for _, part in flat(sends)], [part for _, part in flat(receives)], "a message")
-            return start(transport, sends, receives)
+            return start(transport, sends, receives, is_sealed=is_sealed)
 
         def traced_histogram(grad_N: Tensor) -> Tensor:
             self._read(grad_N, is_wait=False)
@@ -169,7 +169,7 @@ class TracedDevice(Streams):
         engine_group.make_codec = hierarchical.make_codec = traced_codec  # type: ignore[attr-defined]
         gain_schedule.make_codec = traced_codec  # type: ignore[attr-defined]
         gain_meter.histogram = traced_histogram  # type: ignore[attr-defined]
-        Transport.start = traced_start  # type: ignore[method-assign]
+        Transport._start = traced_start  # type: ignore[method-assign]
         engine_group.is_finite = traced_is_finite  # type: ignore[attr-defined]
 
     # As an engine uses it.
