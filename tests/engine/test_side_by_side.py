@@ -212,6 +212,7 @@ def _train_compiled(rank: int, compiled: str) -> tuple[list[str], list[str]]:
     return hashes, [layer.name for layer in layers]
 
 
+@pytest.mark.slow
 def test_a_compiled_model_trains_wherever_it_was_compiled() -> None:
     kinds = ("never", "before attach", "after attach", "inside DDP")
     # In the same processes, because each compiler takes seconds to import.

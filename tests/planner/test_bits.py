@@ -92,7 +92,7 @@ def test_dp_of_300_layers_of_odd_sizes_is_the_optimum_and_with_few_labels_has_a_
     assert hasty.gap < 0.01, hasty.gap
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_on_gradients_of_the_gpt_dp_takes_no_more_than_kmeans_than_4_bits(
     gradients: list[dict[str, torch.Tensor]], capsys: pytest.CaptureFixture[str]
 ) -> None:

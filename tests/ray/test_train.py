@@ -321,6 +321,8 @@ def test_a_script_without_a_word_of_cgx_ray_trains_over_its_backend(short_runs: 
     assert 0 < first["error"] <= 2 * 2 * (2 * 128 / 5000 + 2 * 2**-7) / 15, first["error"]
 
 
+# Slow: tests/control/test_paper_policies.py has their decisions, and the other trainings here the road of a plan.
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 def test_the_policies_of_papers_decide_and_train(tmp_path: Path) -> None:
     """Two trainings at the same time, on links of 5 Mbit/s, each until a new plan has an outcome."""

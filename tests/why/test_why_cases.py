@@ -35,6 +35,7 @@ def top(found: dict[str, Any]) -> str:
     return str(found["costs"][0]["who"])
 
 
+@pytest.mark.slow
 @needs_lab()
 def test_a_healthy_training_is_told_that_it_is(tmp_path: Path) -> None:
     with Lab(2, rate_bit_per_s=1e9) as lab:
