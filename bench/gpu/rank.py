@@ -176,9 +176,6 @@ def _at_work(
     finally:
         if way.attachment is not None:
             way.attachment.close()
-        del way
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 def _cycles_a_second() -> float:
@@ -225,7 +222,10 @@ def _calls(way: _Way) -> Counter[str]:
 
 
 def _measure_large(record: GpuRecord, way_name: str, codec: str | None) -> None:
+    # The model before lived as long as the frame of this function.
+    gc.collect()
     STREAMS.wait_for_all()
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     device_before, pinned_before = torch.cuda.memory_reserved(), _pinned_bytes()
     with _at_work(LARGE_SHAPES, codec) as way:
