@@ -100,7 +100,8 @@ class Mesh:
         channel    0 to NUM_CHANNELS - 1, the same at both ends; ranks that use different ones time out
         is_sealed  each tensor begins with SEALED_BYTES bytes, of which a thread beside this one writes the last four,
                    the CRC-32C of all others, before it sends the message. Of a received message whose checksum is wrong
-                   it overwrites the first two bytes with 0. Sends on one channel must be all of this kind or none
+                   it overwrites the first two bytes with 0. Sends that are under way at once on one channel to one rank
+                   must be all of this kind or none, else they may overtake each other
         """
         if not 0 <= channel < NUM_CHANNELS:
             raise ValueError(f"channel {channel} is not allowed; give 0 to {NUM_CHANNELS - 1}")

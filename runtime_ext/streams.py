@@ -170,10 +170,11 @@ class _CudaStreams(Streams):
         torch.cuda.synchronize(self._device)
 
     def copy_each(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        if len(pairs) < 2 or any(tensor.device != self._device for pair in pairs for tensor in pair):
+        kinds = {(source.device, target.device, source.dtype, target.dtype) for source, target in pairs}
+        if len(pairs) < 2 or len(kinds) > 1 or any(tensor.device != self._device for tensor in pairs[0]):
             super().copy_each(pairs)
             return
-        # One launch for all layers of a group.
+        # One call for all layers of a group, and hardly more launches.
         sources, targets = ([tensor.view(-1) for tensor in side] for side in zip(*pairs, strict=True))
         torch._foreach_copy_(targets, sources, non_blocking=True)
 

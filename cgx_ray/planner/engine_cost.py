@@ -15,8 +15,8 @@ class EngineCost:
 
     thread_s             seconds of its thread per group besides codec and messages; where it codes rows, per piece
     message_s            seconds of its thread per message that it takes in: Python between the turns, posts
-    byte_s               seconds of its thread per byte that it encodes or decodes: checksums. On the host they are part
-                         of `message_s`
+    byte_s               seconds per byte that it encodes or decodes: checksums, which over sra and allgather another
+                         thread computes. On the host they are part of `message_s`
     piece_bytes          encoded bytes of a piece
     codes_rows           True: over sra, the messages of a piece to all others are encoded in one call, and those from
                          all others decoded in one; and each piece costs as much as a group

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Sequence
 from functools import cache, partial
 from types import SimpleNamespace
@@ -231,6 +232,34 @@ def test_messages_give_back_the_memory_of_a_device_after_each_step(scheme: str) 
     for on_device, on_cpu in run_ranks(2, _kept_rooms, scheme):
         assert on_device == 0
         assert on_cpu >= 4
+
+
+def _without_seals(rank: int, scheme: str) -> tuple[list[bool], str]:
+    """Return whether each message was sealed by the mesh, where only rank 0 lets it, and the error of a step."""
+    device, post, sealed = TracedDevice(0), Transport._post, []
+    device.install()
+
+    def posted(transport: Transport, sends: Any, receives: Any, channel: int, *, is_sealed: bool) -> Any:
+        sealed.append(is_sealed)
+        return post(transport, sends, receives, channel, is_sealed=is_sealed and rank == 0)
+
+    Transport._post = posted  # type: ignore[method-assign]
+    run = _training(rank, ("qsgd", scheme, "auto"), device, None)
+    error = ""
+    try:
+        run.step()
+    except cgx_ray.CGXError as raised:
+        error = str(raised)
+    run.engine.close(1.0)
+    return sealed, error
+
+
+@pytest.mark.parametrize("scheme", ["sra", "allgather"])
+def test_messages_that_a_device_has_encoded_are_sealed_by_the_mesh_and_damaged_ones_refused(scheme: str) -> None:
+    (sealed, error), (others, _) = run_ranks(2, _without_seals, scheme)
+    assert sealed
+    assert all(sealed + others)
+    assert re.search(r"step 0, group \d: message of rank 1 was damaged \(CRC-32C\)", error), error
 
 
 def _message_bytes(rank: int, codec: str, scheme: str) -> list[int]:

@@ -27,12 +27,16 @@ void mark_if_damaged(uint8_t* message, size_t num_bytes) {
     if (written != checksum(message, num_bytes)) std::memset(message, 0, 2);
 }
 
+void Courier::start() {
+    std::lock_guard lock(mutex_);
+    if (!is_stopped_ && !thread_.joinable()) thread_ = std::thread([this] { run(); });
+}
+
 void Courier::call(Work work) {
     {
         std::lock_guard lock(mutex_);
         if (!is_stopped_) {
             called_.push_back(std::move(work));
-            if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
             changed_.notify_all();
             return;
         }

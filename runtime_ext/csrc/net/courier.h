@@ -26,7 +26,11 @@ class Courier {
     // Called with true if the thread was stopped before: then nothing may be read any more.
     using Work = std::function<void(bool is_stopped)>;
 
-    // Has the thread do `work`, after all that it was asked before. The first call starts it.
+    // Starts the thread unless it runs. Throws std::system_error if there can be no more threads.
+    void start();
+
+    // Has the thread do `work`, after all that it was asked before. After `stop` it does so at once: callers
+    // hold no lock that `work` takes then.
     void call(Work work);
 
     // Ends the thread, once it has done what it has begun. By one thread at a time.

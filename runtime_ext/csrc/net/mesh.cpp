@@ -88,6 +88,7 @@ int64_t Mesh::post(const std::vector<Message>& sends, const std::vector<Message>
     if (is_sealed && !(std::all_of(sends.begin(), sends.end(), has_header) &&
                        std::all_of(receives.begin(), receives.end(), has_header)))
         fail("a message with a checksum has " + std::to_string(kHeaderBytes) + " bytes or more");
+    if (is_sealed) courier_.start();
     const auto [number, ticket] = tickets_.open();
     if (is_sealed) {
         ticket->unchecked = receives;
