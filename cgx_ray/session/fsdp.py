@@ -109,9 +109,9 @@ def _check(
     plan: Plan | None, settings: Settings, parameters: CodecSpec | str | None
 ) -> tuple[CodecSpec, CodecSpec | None]:
     """Return the codec of gradients and that of parameters, None if they are not compressed."""
-    chosen = settings.policy
+    chosen = settings.chosen_policy
     if plan is not None or not isinstance(chosen, Static):
-        given = "a plan" if plan is not None else f"policy {chosen!r}{of_variable()}"
+        given = "a plan" if plan is not None else f"policy {chosen!r}{of_variable(chosen)}"
         raise ConfigError(
             f"attach got an FSDP2 model and {given}; this version takes one codec for the whole model: give attach a "
             f"`codec`, or CGXConfig policy='static' and a codec"
