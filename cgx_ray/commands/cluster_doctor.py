@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -26,9 +25,8 @@ from cgx_ray.why.records import NetworkCard, NodeFacts
 
 # Difference of two clocks from which on logs of nodes cannot be read side by side.
 MAX_OFFSET_S = 0.5
+# Longest wait for the next node's answer, in seconds.
 _WAIT_S = 60.0
-# Nodes that are asked at once: on each the first task waits for a process to start, some seconds.
-_AT_ONCE = 64
 _PACKAGES = ("cgx-ray", "torch", "ray")
 
 
@@ -63,9 +61,8 @@ def cluster_findings(address: str) -> list[Finding]:
     """
     connect(address)
     nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    hosts = sorted(nodes)
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return findings_of(list(pool.map(_ask, hosts, [nodes[host] for host in hosts])))
+    _ask(nodes)  # the first call starts a process on each node, which takes seconds
+    return findings_of(_ask(nodes))
 
 
 def findings_of(reports: Sequence[NodeReport]) -> list[Finding]:
@@ -121,17 +118,30 @@ _COMPARED: tuple[tuple[str, Callable[[NodeReport], str], str], ...] = (
 )
 
 
-def _ask(host: str, node_id: str) -> NodeReport:
-    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    task = ray.remote(_report).options(num_cpus=0, scheduling_strategy=strategy)
-    try:
-        ray.get(task.remote(host), timeout=_WAIT_S)  # the first call starts a process there
-        start_s = time.time()
-        report, there_s = ray.get(task.remote(host), timeout=_WAIT_S)
-    except ray.exceptions.RayError as error:
-        raise ConfigError(f"node {host} does not answer ({error}); is cgx_ray installed there?") from error
-    answer_s = time.time() - start_s
-    return NodeReport(**report, offset_s=there_s - (start_s + answer_s / 2), answer_s=answer_s)
+def _ask(nodes: Mapping[str, str]) -> list[NodeReport]:
+    """Return the reports of `nodes`, which are asked at once. `nodes`: Ray's id of each by its address.
+
+    Raises ConfigError if a node does not answer.
+    """
+    task, asked = ray.remote(_report), dict[ray.ObjectRef[Any], tuple[str, float]]()
+    for host, node_id in nodes.items():
+        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        asked[task.options(num_cpus=0, scheduling_strategy=there).remote(host)] = host, time.time()
+    waiting, reports = list(asked), []
+    while waiting:
+        # In this thread, so that Ctrl-C ends the wait.
+        answered, waiting = ray.wait(waiting, timeout=_WAIT_S)
+        if not answered:
+            silent = ", ".join(asked[one][0] for one in waiting)
+            raise ConfigError(f"no answer of {silent} for {_WAIT_S:g} s; look at `ray status`, and ask again")
+        host, start_s = asked[answered[0]]
+        answer_s = time.time() - start_s
+        try:
+            report, there_s = ray.get(answered[0])
+        except ray.exceptions.RayError as error:
+            raise ConfigError(f"node {host} does not answer ({error}); is cgx_ray installed there?") from error
+        reports.append(NodeReport(**report, offset_s=there_s - (start_s + answer_s / 2), answer_s=answer_s))
+    return sorted(reports, key=lambda report: report.address)
 
 
 def _report(host: str) -> tuple[dict[str, Any], float]:

@@ -60,8 +60,10 @@ class DemoOptions:
             raise ConfigError(f"workers {self.workers} is not allowed; give 1 to 16")
         if self.steps < 4:
             raise ConfigError(f"steps {self.steps} is not allowed; give at least 4, half of them on the slow network")
-        if not Settings(policy=self.policy, fidelity=self.fidelity).decides:
-            raise ConfigError(f"policy {self.policy!r} decides nothing; give {', '.join(DECIDING)}{of_variable()}")
+        chosen = Settings(policy=self.policy, fidelity=self.fidelity).chosen_policy
+        if not chosen.decides:
+            hint = ", ".join(DECIDING) + of_variable(chosen)
+            raise ConfigError(f"policy {self.policy!r} decides nothing; give {hint}")
         if min(self.rate, self.slow_rate) < 1e6:
             raise ConfigError(f"rates {self.rate:g} and {self.slow_rate:g} bit/s: give at least 1mbit")
 

@@ -129,12 +129,12 @@ class CodecSpec:
         """Return the part of `payload_bytes` that says which elements are sent; AR-Topk broadcasts it."""
         return COUNT_BYTES + packed_index_bytes(numel, self.num_kept(numel)) if self.record.selects else 0
 
-    def payload_bytes(self, numel: int, item_bytes: int = 4) -> int:
+    def payload_bytes(self, numel: int, item_bytes: float = 4) -> int:
         """Return the wire bytes of `numel` encoded elements without header. Only codec none uses `item_bytes`.
 
         powersgd and lwtopk count them as one layer; `Codec.payload_bytes` knows the layers.
         """
-        return numel * item_bytes if self.name == "none" else self.record.payload_bytes(self, numel)
+        return int(numel * item_bytes) if self.name == "none" else self.record.payload_bytes(self, numel)
 
     def num_prefix(self, numel: int) -> int:
         """Return the elements that codec prefix sends."""

@@ -45,27 +45,18 @@ class LayerChain:
         """`keeps_small`: with the small layers. `shares_time` as in `group_cost`."""
         self._measured = measured
         self._shares_time = shares_time
-        free = {layer.name for layer in measured.free_layers}
         num_bytes: dict[str, int] = {}
         for layer in measured.free_layers:
             num_bytes[layer.dtype] = num_bytes.get(layer.dtype, 0) + layer.dense_bytes
         self._dtype = max(num_bytes, key=lambda dtype: num_bytes[dtype])
         self.layers: list[Layer] = []
-        self._backward_s: list[float] = []
         self._rest: dict[str, list[Layer]] = {}
-        waiting_s = 0.0
-        for layer, backward_s in zip(reversed(measured.layers), measured.backward_s, strict=True):
-            waiting_s += backward_s
-            if layer.name not in free:
-                continue
+        for layer in reversed(measured.free_layers):
             if layer.dtype == self._dtype and (keeps_small or not layer.is_small):
                 self.layers.append(layer)
-                self._backward_s.append(waiting_s)
-                waiting_s = 0.0
             else:
                 self._rest.setdefault(layer.dtype, []).append(layer)
-        if self.layers:
-            self._backward_s[-1] += waiting_s
+        self._backward_s = backward_until(measured, self.layers)
         self._costs: dict[tuple[Option, int], GroupCost] = {}
         self.fixed_s = self._row_s(
             measured.fixed,
@@ -203,6 +194,22 @@ class LayerChain:
                 engine=self._measured.engine,
             )
         return self._costs[option, item_bytes]
+
+
+def backward_until(measured: Measured, layers: Sequence[Layer]) -> list[float]:
+    """Return for each of `layers`, in the order of backward, the seconds of backward since the one before.
+
+    The last one's include the rest of backward: the last group ends no earlier than that.
+    """
+    names, found, waiting_s = {layer.name for layer in layers}, [], 0.0
+    for layer, seconds in zip(reversed(measured.layers), measured.backward_s, strict=True):
+        waiting_s += seconds
+        if layer.name in names:
+            found.append(waiting_s)
+            waiting_s = 0.0
+    if found:
+        found[-1] += waiting_s
+    return found
 
 
 def _joined(pipeline: Pipeline, ends: Sequence[int]) -> Pipeline:

@@ -78,10 +78,14 @@ class Network:
         for name, link in (("between", self.between), ("inside", self.inside)):
             if not isinstance(link, Link) and (name == "between" or link is not None):
                 raise ConfigError(f"link {name!r} is {link!r}; give a Link, such as Link.from_rates")
-        if self.node_sizes and (len(self.node_sizes), self.node_sizes[0]) != (self.num_nodes, self.ranks_per_node):
+        sizes = self.node_sizes
+        for size in sizes:
+            _check_count("a size in node_sizes", size)
+        differ = sizes == tuple(sorted(sizes)) and sizes[:1] < sizes[-1:]
+        if sizes and not (differ and (len(sizes), sizes[0]) == (self.num_nodes, self.ranks_per_node)):
             raise ConfigError(
-                f"node_sizes {self.node_sizes!r} are not those of {self.num_nodes} nodes, the smallest one of "
-                f"{self.ranks_per_node}; make the network by `Network.of_nodes`"
+                f"node_sizes {sizes!r} are not those of {self.num_nodes} nodes that differ, ascending, the smallest "
+                f"one of {self.ranks_per_node}; make the network by `Network.of_nodes`"
             )
         if self.inside is None and self.most_ranks > 1:
             raise ConfigError(f"{self.most_ranks} ranks per node and no link inside one; give `inside`, a Link")

@@ -90,7 +90,7 @@ def legs(
     option: Option,
     network: Network,
     numel: int,
-    item_bytes: int = 4,
+    item_bytes: float = 4,
     engine: EngineCost = HOST_ENGINE,
     bus: Link | None = None,
 ) -> tuple[Leg, ...]:
@@ -192,7 +192,7 @@ def exchange_stages(
     network: Network,
     cost: CodecCost,
     numel: int,
-    item_bytes: int = 4,
+    item_bytes: float = 4,
     encodes_on: EncodesOn = "thread",
     bus: Link | None = None,
     engine: EngineCost = HOST_ENGINE,

@@ -237,7 +237,7 @@ def group_cost(
     *,
     network: Network,
     codec_cost: CodecCost,
-    item_bytes: int = 4,
+    item_bytes: float = 4,
     encodes_on: EncodesOn = "thread",
     shares_time: bool = True,
     numel: int = 1 << 24,

@@ -6,7 +6,6 @@ import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
@@ -100,13 +99,13 @@ def agree_on_settings(
     return settings
 
 
-def agree(layers: Sequence[Layer], offer: str | CGXError | None, gather: Gatherer, parameters: str = "") -> Plan:
-    """Return the plan of rank 0 if all ranks have the same layers and no error; else raise one error on all ranks.
+def agree(layers: Sequence[Layer], offer: str | None, gather: Gatherer, parameters: str = "") -> Plan:
+    """Return the plan of rank 0 if all ranks have the same layers; else raise one PlanError on all ranks.
 
-    offer       a plan as JSON, or the error of this rank; None accepts rank 0's plan
+    offer       a plan as JSON; None accepts rank 0's plan
     parameters  must be the same on all ranks
     """
-    known: list[Any] = gather(offer if isinstance(offer, CGXError) else (layers, offer, parameters))
+    known = gather((layers, offer, parameters))
     if len({entry[2] for entry in known}) > 1:
         raise PlanError("ranks were given different `parameters`; give every rank the same")
     if any(entry[0] != known[0][0] for entry in known):

@@ -240,7 +240,7 @@ def _attach(
             if process.session is None and plan is None and (settings.decides or folder is not None):
                 if _is_fsdp2(model):
                     said = "FSDP2 models keep one codec, nothing is decided; leave policy and folder out"
-                    raise ConfigError(said + of_variable())
+                    raise ConfigError(said + (of_variable(settings.chosen_policy) if settings.decides else ""))
                 control = make_control(settings, folder, model, world.gather)
                 undo.callback(control.close)
             session = control or (process.session if asks_controller else None)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cgx_ray.collectives import Transport
-from cgx_ray.collectives.transport.gathered import Gatherer, as_own
+from cgx_ray.collectives.transport.gathered import Gatherer
 from cgx_ray.collectives.transport.gloo_sockets import noted_listeners
 from cgx_ray.collectives.transport.lifeline import Lifeline
 from cgx_ray.control.policies.policy import Static
@@ -17,8 +17,8 @@ from cgx_ray.engine.loss_scale import LossScale, Scaler
 from cgx_ray.engine.sharded import fsdp_hook, fsdp_layout
 from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
 from cgx_ray.engine.sharded.shards import plan_of
-from cgx_ray.errors import CGXError, ConfigError
-from cgx_ray.plan import BUILT_IN, CODECS_OF_SCHEME, CodecSpec, Intra, Layer, Plan, Scheme
+from cgx_ray.errors import ConfigError
+from cgx_ray.plan import BUILT_IN, CODECS_OF_SCHEME, CodecSpec, Intra, Plan, Scheme
 from cgx_ray.session.agree import GatheredGroup, agree, connect
 from cgx_ray.session.attachment import process
 from cgx_ray.session.settings import Settings, of_variable
@@ -38,24 +38,18 @@ def make_engine(
 ) -> tuple[ShardedEngine, Callable[[], None]]:
     """Return an engine at work behind `model`, and a function that removes its hooks.
 
-    world     of all ranks
+    world     of all ranks, whose `gather.sharing_errors` this is called in
     lifeline  watches all ranks
     groups    gets the groups made here, which go with the attachment. The other arguments are those of `attach`
 
-    Raises ConfigError or PlanError, on all ranks.
+    Raises ConfigError or PlanError.
     """
-    layers: list[Layer] = []
-    offer: str | CGXError
-    try:
-        codec, parameter_codec = _check(plan, settings, parameters)
-        loss_scale = LossScale(dict(model.named_parameters()), scaler)
-        param_groups = fsdp_layout.param_groups(model)
-        units = fsdp_layout.make_units(model, param_groups, codec, parameter_codec)
-        layers = [layer for unit in units for layer in unit.layers]
-        offer = plan_of(units, dist.get_world_size()).to_json()
-    except Exception as error:  # noqa: BLE001 - raised again by `agree`, on all ranks
-        offer = as_own(error)
-    plan = agree(layers, offer, world.gather, str(parameters))
+    codec, parameter_codec = _check(plan, settings, parameters)
+    loss_scale = LossScale(dict(model.named_parameters()), scaler)
+    param_groups = fsdp_layout.param_groups(model)
+    units = fsdp_layout.make_units(model, param_groups, codec, parameter_codec)
+    layers = [layer for unit in units for layer in unit.layers]
+    plan = agree(layers, plan_of(units, dist.get_world_size()).to_json(), world.gather, str(parameters))
     shard_ranks, replica_ranks = fsdp_layout.ranks_of_mesh(next(iter(param_groups.values())))
     shards = _connect(shard_ranks, world, settings, lifeline, groups)
     replicas = _connect(replica_ranks, world, settings, lifeline, groups) if len(replica_ranks) > 1 else None
@@ -109,9 +103,9 @@ def _check(
     plan: Plan | None, settings: Settings, parameters: CodecSpec | str | None
 ) -> tuple[CodecSpec, CodecSpec | None]:
     """Return the codec of gradients and that of parameters, None if they are not compressed."""
-    chosen = settings.policy
+    chosen = settings.chosen_policy
     if plan is not None or not isinstance(chosen, Static):
-        given = "a plan" if plan is not None else f"policy {chosen!r}{of_variable()}"
+        given = "a plan" if plan is not None else f"policy {chosen!r}{of_variable(chosen)}"
         raise ConfigError(
             f"attach got an FSDP2 model and {given}; this version takes one codec for the whole model: give attach a "
             f"`codec`, or CGXConfig policy='static' and a codec"

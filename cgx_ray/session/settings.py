@@ -50,6 +50,11 @@ class Off(Static):
 
 
 _NAMED: Mapping[str, Policy] = {"off": Off(scheme="dense"), "static": Static(), "adaptive": Adaptive()}
+# Says of these policies, also of copies in other processes, that the variable has chosen them. No field, so that they
+# are equal to a script's own.
+_MARK = "_chosen_by_variable"
+for _name, _policy in _NAMED.items():
+    object.__setattr__(_policy, _MARK, _name)
 
 
 def policy_variable() -> str:
@@ -57,9 +62,9 @@ def policy_variable() -> str:
     return os.environ.get(VARIABLE, "").strip()
 
 
-def of_variable() -> str:
-    """Return the end of an error that a policy causes: that it is CGX_POLICY's. "" if that is not set."""
-    name = policy_variable()
+def of_variable(policy: Policy) -> str:
+    """Return the end of an error that `policy` causes: that CGX_POLICY has put it in place of another, or ""."""
+    name = getattr(policy, _MARK, "")
     return f" ({VARIABLE}={name} is set, which replaces other policies; unset it)" if name else ""
 
 

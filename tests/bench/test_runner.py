@@ -14,6 +14,8 @@ from bench.shared.picture import Line, Plot, draw_panels
 from bench.shared.runner import BenchRun, bench_command
 from cgx_ray.report.result import Row
 
+LONG_NAME = "_".join(["gpt2_at_100_mbit"] * 6)
+
 
 @bench_command(quick="One round.", picture="pace.png")
 @click.option("--rounds", default=3)
@@ -32,6 +34,12 @@ def pace(run: BenchRun, rounds: int) -> Iterable[Row]:
 def bare(run: BenchRun) -> Iterable[Row]:
     """Measure nothing."""
     return [Row(name="nothing", value=None, unit="")]
+
+
+@bench_command()
+def long(run: BenchRun) -> Iterable[Row]:
+    """Measure something with a long name."""
+    return [Row(name=LONG_NAME, value=1.25, unit="s", baseline=2.5, ratio=0.5, goal="<= 0.4")]
 
 
 def test_a_bench_is_its_options_and_its_rows_and_the_runner_does_the_rest(tmp_path: Path) -> None:
@@ -63,6 +71,10 @@ def test_a_bench_has_no_options_that_it_cannot_serve_and_no_empty_columns() -> N
     output = CliRunner().invoke(bare, []).output
     assert "nothing" in output
     assert "goal" not in output
+
+
+def test_names_stay_whole_where_no_terminal_bounds_the_table() -> None:
+    assert LONG_NAME in CliRunner().invoke(long, []).output
 
 
 def test_panels_of_the_same_names_share_a_legend_and_others_do_not_lose_theirs(tmp_path: Path) -> None:

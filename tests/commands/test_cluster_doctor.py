@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,21 +57,6 @@ def test_what_is_wrong_with_a_node_is_named_with_its_remedy(other: NodeReport, n
     assert found.remedy
 
 
-def test_all_nodes_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    together = threading.Barrier(3, timeout=30)
-
-    def ask(host: str, node_id: str) -> NodeReport:
-        together.wait()
-        return replace(report(int(node_id)), address=host)
-
-    nodes = [{"NodeManagerAddress": f"10.0.0.{rank}", "NodeID": str(rank), "Alive": rank < 3} for rank in (2, 0, 3, 1)]
-    monkeypatch.setattr(cluster_doctor, "connect", lambda address: None)
-    monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    monkeypatch.setattr(cluster_doctor, "_ask", ask)
-    names = [f"10.0.0.{rank} (node-{rank})" for rank in range(3)]
-    assert [one.name for one in cluster_doctor.cluster_findings("auto")][:3] == names
-
-
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     context = ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
@@ -81,3 +70,25 @@ def test_a_real_cluster_is_looked_at(address: str, monkeypatch: pytest.MonkeyPat
     assert done.exit_code == 0, done.output
     assert "MTU" in done.output
     assert "/dev/shm" in done.output
+
+
+def test_all_nodes_are_asked_at_once_and_ctrl_c_ends_the_wait(
+    address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hosts = {f"127.0.0.{last}" for last in range(1, 4)}
+
+    def report_never(host: str) -> None:
+        (tmp_path / host).touch()
+        time.sleep(100)
+
+    def interrupt() -> None:
+        while {path.name for path in tmp_path.iterdir()} != hosts:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(cluster_doctor, "_report", report_never)
+    threading.Thread(target=interrupt, daemon=True).start()
+    start_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        cluster_doctor._ask(dict.fromkeys(hosts, ray.get_runtime_context().get_node_id()))
+    assert time.monotonic() - start_s < 50

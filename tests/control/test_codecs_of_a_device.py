@@ -54,7 +54,7 @@ def test_the_hosts_seconds_correct_no_codec_of_a_gpu_and_none_is_tried_for_its_t
     for line in journal(tmp_path, "decision"):
         assert line["situation"]["errors"]["codecs"] == {}
         assert "is timed" not in line["reason"]
-        assert line["situation"]["codec_s"] == {name: list(cost.known().values()) for name, cost in KERNELS.items()}
+        assert line["situation"]["codec_s"] == {name: cost.known() for name, cost in KERNELS.items()}
 
 
 @pytest.mark.parametrize("slowdown", [1.0, 1.3])
@@ -99,5 +99,8 @@ def test_decisions_have_the_engines_costs_and_can_be_made_again_and_earlier_ones
         assert (decision.reason, decision.step_s) == (line["reason"], line["predicted_step_s"])
     earlier = {name: value for name, value in asked[0]["situation"].items() if name != "engine"}
     assert read_situation(earlier, layers).planner_input.now.engine == HOST_ENGINE
+    earlier["codec_s"] = {codec: list(times.values()) for codec, times in earlier["codec_s"].items()}
+    schema.validate({**asked[0], "situation": earlier})
+    assert read_situation(earlier, layers).planner_input.now.codec_costs == situation.planner_input.now.codec_costs
     history = pickle.loads(pickle.dumps(run.loop.history()))
     assert history.registration.engine == history.learned.measured.engine == ENGINE

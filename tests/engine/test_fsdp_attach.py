@@ -116,7 +116,7 @@ def _attach_wrong(rank: int, case: str) -> str:
     }.get(case, {})
     if case == "twice":
         cgx_ray.attach(model)
-    elif case == "float64":
+    elif case == "float64" or (case == "float64 of one rank" and rank == 1):
         model = shard(Branches().double(), make_mesh())
     elif case == "ddp":
         model = nn.parallel.DistributedDataParallel(Branches())
@@ -145,6 +145,7 @@ def _attach_wrong(rank: int, case: str) -> str:
         ),
         ("bad codec of one rank", "unknown codec 'zip'"),
         ("float64", "torch.float64"),
+        ("float64 of one rank", "torch.float64"),
         ("ddp", "DDP gathers no parameters"),
     ],
 )

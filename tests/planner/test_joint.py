@@ -367,8 +367,10 @@ def test_terms_of_nodes_with_different_numbers_of_ranks_are_those_of_their_group
     layers = (Layer(name="a", numel=10**7, ndim=2),)
     found = best_plan(measured(layers, (0.0,), odd), (QSGD, replace(QSGD, intra=Intra.DENSE))).best
     assert found.plan(version=0, world_size=4).has_inside
-    with pytest.raises(ConfigError, match=r"make the network by `Network\.of_nodes`"):
-        replace(odd, node_sizes=(2, 3))
+    # Another smallest node, another number of nodes, not ascending, equal, no number of ranks.
+    for num_nodes, sizes in ((2, (2, 3)), (2, (1, 1, 3)), (3, (1, 3, 2)), (2, (1, 1)), (2, (1, 2.5))):
+        with pytest.raises(ConfigError, match="node_sizes"):
+            replace(odd, num_nodes=num_nodes, node_sizes=sizes)
 
 
 def test_a_hierarchical_group_is_summed_inside_exchanged_between_and_shared_inside() -> None:

@@ -17,6 +17,7 @@ from cgx_ray.plan import BUILT_IN, CodecSpec
 from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.profile import Profile, fit_cost, fit_line, load_link, load_profile, save_profile
+from cgx_ray.session.calibrate import slowest
 
 SIZES = [1 << exponent for exponent in range(10, 25, 2)]
 COST = CodecCost(encode_a_s=1e-5, encode_b_s_per_element=1e-9, decode_a_s=5e-6, decode_b_s_per_element=5e-10)
@@ -73,6 +74,16 @@ def test_a_cost_gives_back_the_times_it_was_fitted_to() -> None:
     cost = fit_cost(SIZES, encode_s, decode_s)
     for name in COST.known():
         assert getattr(cost, name) == pytest.approx(getattr(COST, name), rel=1e-9), name
+
+
+@pytest.mark.parametrize(("slowness", "counted"), [(1.0, 1.0), (2.0, 2.0), (50.0, 3.0)])
+@pytest.mark.parametrize("num_ranks", [2, 5])
+def test_codecs_take_as_long_as_on_the_slowest_rank_but_not_as_on_a_busy_one(
+    slowness: float, counted: float, num_ranks: int
+) -> None:
+    ranks = [{"qsgd": COST.slowed(slowness if rank == 1 else 1.0)} for rank in range(num_ranks)]
+    # A rank that timed no codecs counts for nothing.
+    assert slowest([*ranks, {}])["qsgd"].known() == pytest.approx(COST.slowed(counted).known())
 
 
 def test_a_profile_reads_back_as_it_was_saved(tmp_path: Path) -> None:

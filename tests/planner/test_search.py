@@ -154,9 +154,25 @@ def test_bytecomp_keeps_the_layer_dense_that_hides_behind_backward_and_compresse
     assert pipeline.finish_s(groups) == 23
     groups = bytecomp(pipeline, dense=0, compressing=(1,), offloaded={1: 2})
     assert groups == (GroupEnd(1, 0), GroupEnd(2, 2))
-    assert bytecomp(pipeline, dense=0, compressing=(1,), offloaded={1: 2}, max_trials=1) == groups
     with pytest.raises(ConfigError, match="option 1 takes compute time"):
         bytecomp(pipeline, dense=1, compressing=(), offloaded={})
+
+
+def test_bytecomps_search_leaves_the_smallest_layers_dense_when_it_is_cut_and_does_not_look_on() -> None:
+    """Compressing pays for each of 20 layers, the last of which is the largest; for the first, the host is sooner."""
+    dense = GroupCost(compute_a_s=0, compute_b_s_per_element=0, network_a_s=0, network_b_s_per_element=1)
+    gpu = GroupCost(compute_a_s=0.1, compute_b_s_per_element=0, network_a_s=0, network_b_s_per_element=0.1)
+    cpu = GroupCost(compute_a_s=0, compute_b_s_per_element=0, network_a_s=0, network_b_s_per_element=0.1)
+    pipeline = Pipeline(backward_s=(0.0,) * 20, numel=tuple(range(1, 21)), costs=(dense, gpu, cpu))
+
+    def options(max_trials: int) -> list[int]:
+        groups = bytecomp(pipeline, dense=0, compressing=(1,), offloaded={1: 2}, max_trials=max_trials)
+        return [group.option for group in groups]
+
+    # Two trials per layer, and two for each layer that may move to the host.
+    assert options(21) == [0] * 10 + [1] * 10
+    assert options(41) == [1] * 20
+    assert options(42) == options(100) == [2] + [1] * 19
 
 
 def test_cupcakes_search_gives_its_best_so_far_when_it_gives_up() -> None:

@@ -170,14 +170,18 @@ def read_groups(fields: Sequence[Mapping[str, Any]], layers: Sequence[Layer]) ->
     )
 
 
-def cost_fields(costs: CodecCosts) -> dict[str, list[float]]:
-    """Return the times of each codec, in the order of `CodecCost`, those of rows if they were measured."""
-    return {name: list(cost.known().values()) for name, cost in costs.items()}
+def cost_fields(costs: CodecCosts) -> dict[str, dict[str, float]]:
+    """Return the times of each codec by name, those of rows if they were measured."""
+    return {codec: cost.known() for codec, cost in costs.items()}
 
 
-def _read_costs(fields: Mapping[str, Sequence[float]]) -> dict[str, CodecCost]:
-    names = CodecCost.__slots__
-    return {codec: CodecCost(**dict(zip(names, seconds, strict=False))) for codec, seconds in fields.items()}
+def _read_costs(fields: Mapping[str, Any]) -> dict[str, CodecCost]:
+    # Earlier journals have lists, in the order of the names.
+    named = {
+        codec: times if isinstance(times, Mapping) else dict(zip(CodecCost.__slots__, times, strict=False))
+        for codec, times in fields.items()
+    }
+    return {codec: CodecCost(**times) for codec, times in named.items()}
 
 
 def _link_fields(link: Link) -> dict[str, float]:

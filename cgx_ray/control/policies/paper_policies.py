@@ -38,6 +38,8 @@ from cgx_ray.planner.prediction import Measured, PlannedGroup, predict
 TRIGGER_S = 20.0
 # Partial groupings that Cupcake's search tries: less than a second, in which the loop answers nobody.
 CUPCAKE_NODES = 2_000
+# Layers that ByteComp's search prices, those of all its trials: two seconds. Enough for 316 layers with 10 options.
+BYTECOMP_LAYERS = 1_000_000
 
 Groups = tuple[PlannedGroup, ...]
 
@@ -231,6 +233,9 @@ class ByteComp(SearchedGroups):
     tree that the engine runs, on a GPU or offloaded to its host.
 
     codec  such as "qsgd:bits=4", the default. Only all-gathers are in the tree of codecs that sra cannot carry
+
+    The search tries the largest layers first and ends after some two seconds. In models with many hundreds of layers
+    the smallest ones then stay dense, and what is on the GPU stays there.
     """
 
     title = "bytecomp"
@@ -247,10 +252,12 @@ class ByteComp(SearchedGroups):
             if network.knows_inside(option) and (option.intra is Intra.FLAT or not network.is_flat(option.intra))
         ]
         options = [DENSE, *own, *(offloaded(own) if measured.bus is not None else ())]
+        pipeline = pipeline_of(measured, options)
         found = bytecomp(
-            pipeline_of(measured, options),
+            pipeline,
             dense=0,
             compressing=range(1, 1 + len(own)),
             offloaded=twins(options),
+            max_trials=BYTECOMP_LAYERS // pipeline.num_layers,
         )
         return groups_on(measured, options, found)

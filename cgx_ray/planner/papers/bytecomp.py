@@ -37,7 +37,10 @@ from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.pipeline import GroupCost, GroupEnd, Groups, Pipeline
 
-MAX_TRIALS = 4096
+# More than any model takes that is known here.
+MAX_TRIALS = 1_000_000
+# Combinations that algorithm 2 tries at most.
+_MAX_COMBINATIONS = 4096
 
 
 def bytecomp(
@@ -54,12 +57,13 @@ def bytecomp(
     compressing  options that compress where backward runs (the paper's GPU options)
     offloaded    for such an option, the one that does the same on the CPU, see `twins`
 
-    Departure: if algorithm 2 has more than `max_trials` combinations, it decides one set of layers after the other.
+    Departures: if algorithm 2 has more than 4,096 combinations, it decides one set of layers after the other. Both
+    algorithms together try `max_trials` choices at most: smaller layers then stay dense, and sets where they are.
     """
     if not pipeline.costs[dense].compute_a_s == pipeline.costs[dense].compute_b_s_per_element == 0:
         raise ConfigError(f"option {dense} takes compute time, dense does not; give the option that encodes nothing")
-    chosen = _offload(pipeline, _compress(pipeline, dense, compressing), offloaded, max_trials)
-    return _one_by_one(chosen)
+    chosen, num_trials = _compress(pipeline, (dense, *compressing), max_trials)
+    return _one_by_one(_offload(pipeline, chosen, offloaded, max_trials - num_trials))
 
 
 def tree_options(codec: CodecSpec) -> tuple[Option, ...]:
@@ -78,14 +82,20 @@ def _one_by_one(options: Sequence[int]) -> Groups:
     return tuple(GroupEnd(end, option) for end, option in enumerate(options, start=1))
 
 
-def _compress(pipeline: Pipeline, dense: int, compressing: Sequence[int]) -> list[int]:
-    """Algorithm 1: return an option for every layer."""
-    chosen = [dense] * pipeline.num_layers
+def _compress(pipeline: Pipeline, options: Sequence[int], max_trials: int) -> tuple[list[int], int]:
+    """Algorithm 1: return an option for every layer, and the number of trials. Layers begin with the first option."""
+    chosen, num_trials = [options[0]] * pipeline.num_layers, 0
+    last_gap = _last_gap(pipeline, chosen)
     for layer in sorted(range(pipeline.num_layers), key=lambda layer: (-pipeline.numel[layer], -layer)):
-        if layer >= _last_gap(pipeline, chosen):
-            trials = [[*chosen[:layer], option, *chosen[layer + 1 :]] for option in (dense, *compressing)]
-            chosen = min(trials, key=lambda options: pipeline.finish_s(_one_by_one(options)))
-    return chosen
+        if layer < last_gap:
+            continue
+        num_trials += len(options)
+        if num_trials > max_trials:
+            return chosen, max_trials
+        trials = [[*chosen[:layer], option, *chosen[layer + 1 :]] for option in options]
+        chosen = min(trials, key=lambda trial: pipeline.finish_s(_one_by_one(trial)))
+        last_gap = _last_gap(pipeline, chosen)
+    return chosen, num_trials
 
 
 def _offload(pipeline: Pipeline, chosen: Sequence[int], offloaded: Mapping[int, int], max_trials: int) -> Sequence[int]:
@@ -103,10 +113,13 @@ def _offload(pipeline: Pipeline, chosen: Sequence[int], offloaded: Mapping[int, 
     def finish_s(counts: Iterable[int]) -> float:
         return pipeline.finish_s(_one_by_one(moved(counts)))
 
-    if math.prod(len(layers) + 1 for layers in sets) <= max_trials:
+    if math.prod(len(layers) + 1 for layers in sets) <= min(max_trials, _MAX_COMBINATIONS):
         return moved(min(itertools.product(*(range(len(layers) + 1) for layers in sets)), key=finish_s))
     counts = (0,) * len(sets)
     for index, layers in enumerate(sets):
+        max_trials -= len(layers) + 1
+        if max_trials < 0:
+            break
         trials = [(*counts[:index], count, *counts[index + 1 :]) for count in range(len(layers) + 1)]
         counts = min(trials, key=finish_s)
     return moved(counts)

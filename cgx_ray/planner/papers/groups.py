@@ -6,11 +6,11 @@ Layers with a rule of the user keep their groups, which stand among the others.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from cgx_ray.plan import DENSE, CodecSpec, Option, Scheme, make_plan
 from cgx_ray.planner.candidates import FREE
-from cgx_ray.planner.chain import place_fixed
+from cgx_ray.planner.chain import backward_until, place_fixed
 from cgx_ray.planner.pipeline import Groups, Pipeline, group_cost
 from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of
 
@@ -30,22 +30,22 @@ def pipeline_of(measured: Measured, options: Sequence[Option]) -> Pipeline:
     """Return the layers without a rule as a pipeline, under each of `options`.
 
     As in the papers, codecs take the device from backward, except where the host of a GPU encodes, and dense sums take
-    nothing from it.
+    nothing from it. Elements have the mean size of all layers, since a group may begin and end with any.
     """
     layers = measured.free_layers[::-1]
+    numel = tuple(layer.numel for layer in layers)
     costs = (
         group_cost(
             option,
             network=measured.network,
             codec_cost=FREE if option == DENSE else measured.cost_of(option),
-            item_bytes=layers[0].dense_bytes // layers[0].numel,
+            item_bytes=sum(layer.dense_bytes for layer in layers) / sum(numel),
             encodes_on="backward",
             bus=measured.bus,
         )
         for option in options
     )
-    numel = tuple(layer.numel for layer in layers)
-    return Pipeline(backward_s=tuple(_backward_s(measured)), numel=numel, costs=tuple(costs))
+    return Pipeline(backward_s=tuple(backward_until(measured, layers)), numel=numel, costs=tuple(costs))
 
 
 def groups_on(measured: Measured, options: Sequence[Option], found: Groups) -> tuple[PlannedGroup, ...]:
@@ -60,14 +60,3 @@ def groups_on(measured: Measured, options: Sequence[Option], found: Groups) -> t
             groups.append(PlannedGroup.of(list(alike), options[option]))
         start = end
     return tuple(place_fixed(measured, groups))
-
-
-def _backward_s(measured: Measured) -> Iterator[float]:
-    """Yield for each layer without a rule, in the order of backward, the seconds since the one before."""
-    free = {layer.name for layer in measured.free_layers}
-    waiting_s = 0.0
-    for layer, seconds in zip(reversed(measured.layers), measured.backward_s, strict=True):
-        waiting_s += seconds
-        if layer.name in free:
-            yield waiting_s
-            waiting_s = 0.0
