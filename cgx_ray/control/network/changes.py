@@ -63,33 +63,26 @@ class ChangeDetector:
     After an alarm the new level is the mean of the samples since the evidence began to grow.
     """
 
-    def __init__(self, alarm: float = ALARM, learn_s: float = LEARN_S) -> None:
-        """
-        alarm    evidence needed for a change
-        learn_s  seconds over which the first level is learned; the very first sample always sets it
-        """
-        self._alarm, self._learn_s = alarm, learn_s
+    def __init__(self) -> None:
         self._level: float | None = None
         self._seconds = 0.0
         self._up = _Evidence()
         self._down = _Evidence()
 
-    def add_sample(self, value: float, seconds: float, patience: float = 1.0) -> float | None:
+    def add_sample(self, value: float, seconds: float) -> float | None:
         """Add a sample; return the seconds since the level changed if that is now certain, else None.
-
-        patience  factor on the evidence that this sample needs for an alarm
 
         Raises ValueError if `value` is not a positive number.
         """
         if not 0 < value < math.inf:
             raise ValueError(f"value {value!r} has no logarithm; give a positive number")
         log_value, seconds = math.log(value), min(seconds, MAX_SAMPLE_S)
-        if self._level is None or self._seconds < self._learn_s:
+        if self._level is None or self._seconds < LEARN_S:
             self._learn(log_value, seconds)
             return None
         for evidence, sign in ((self._up, 1), (self._down, -1)):
             has_grown = evidence.add_sample(sign * (log_value - self._level), log_value, seconds)
-            if has_grown and evidence.num_samples >= MIN_SAMPLES and evidence.amount >= patience * self._alarm:
+            if has_grown and evidence.num_samples >= MIN_SAMPLES and evidence.amount >= ALARM:
                 since_s = evidence.seconds
                 # Some of these samples may be from before the change, so the level goes on learning.
                 self._level, self._seconds = evidence.sum / since_s, min(since_s, LEARN_S)

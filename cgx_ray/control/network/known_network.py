@@ -119,9 +119,8 @@ class KnownNetwork:
         self._probed_rates: dict[tuple[str, str], tuple[float, tuple[float, float]]] = {}
         # Whether ranks send more slowly than they receive.
         self._sends_slower = False
-        # What other programs take of each node's link, and what its cards carry, infinite if it is unknown.
+        # What other programs take of each node's link, infinite if it is unknown.
         self._neighbours: dict[str, float] = {}
-        self._carried: dict[str, float] = {}
         self._ranks: dict[str, set[int]] = defaultdict(set)
         self._reported_s: dict[str, Mapping[str, float]] = {}
         # Latencies that were reported before the last change, by node, until the node has measured all of them again.
@@ -142,7 +141,6 @@ class KnownNetwork:
         self._ranks[sample.node_id].update(ranks)
         neighbour = sample.host.neighbour_bytes_per_s
         self._neighbours[sample.node_id] = math.inf if neighbour is None else neighbour
-        self._carried[sample.node_id] = max(sample.host.sent_bytes_per_s, sample.host.received_bytes_per_s) or math.inf
         for other, found in sample.bandwidth.items():
             cards = (found.sent, sample.node_id), (found.received, other)
             sent, received = (
@@ -188,10 +186,9 @@ class KnownNetwork:
         num_changes = self._link.num_changes
         node_of = {rank: node for node, ranks in self._ranks.items() for rank in ranks}
         probed = max((max(rates) for _, rates in self._probed_rates.values()), default=None)
-        carried = max(self._carried.values(), default=math.inf)
         possible = self._ceiling.possible(traffic, node_of, probed)
         if not (is_far_slower and self._link.restart_if_slower(possible, self.probed_s)):
-            self._link.add_traffic(possible, self.probed_s, carried)
+            self._link.add_traffic(possible, self.probed_s)
         self._sends_slower = self._compare_senders()
         if self._link.num_changes > num_changes:
             self.num_changes += self._link.num_changes - num_changes
