@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from statistics import fmean, median
 
 from cgx_ray.control.learned.evidence import MAX_STEPS, NUM_NEWEST, Evidence, evidence
-from cgx_ray.control.network.changes import MIN_SAMPLES
 from cgx_ray.control.network.estimate import FEW, Z_95
 from cgx_ray.plan import Option
 
@@ -69,8 +68,7 @@ class SideBySide:
         own_s.append(compute_s)
         self._since_dense = 0 if self._is_dense else self._since_dense + 1
         is_far = self._since_dense > MAX_STEPS
-        # At the first decision two dense steps are known, without the first one. Measuring steps are three.
-        if not self._is_open or is_far or len(own_s) < FEW or len(before_s) < MIN_SAMPLES:
+        if not self._is_open or is_far or len(own_s) < FEW or not before_s:
             return None
         self._is_open = False
         return self._dense_s, self._others_s

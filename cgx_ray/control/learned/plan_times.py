@@ -8,7 +8,7 @@ from typing import NamedTuple
 from cgx_ray.control.learned.evidence import NUM_NEWEST
 from cgx_ray.control.learned.learned_errors import LATE_NOTICE_S, MEMORY_S
 from cgx_ray.control.network.changes import is_other_latency
-from cgx_ray.control.network.estimate import NOISE, SURE_FACTOR
+from cgx_ray.control.network.estimate import NOISE
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.prediction import Measured, PlannedGroup
 
@@ -31,8 +31,7 @@ class _Ran(NamedTuple):
         link = measured.network.between
         return (
             not is_other_latency(self.link.alpha_s, link.alpha_s)
-            # Sure estimates of the same link differ by less.
-            and 1 / SURE_FACTOR < self.link.beta_s_per_byte / link.beta_s_per_byte < SURE_FACTOR
+            and 1 / NOISE < self.link.beta_s_per_byte / link.beta_s_per_byte < NOISE
             and 1 / NOISE < self.compute_s / measured.compute_s < NOISE
         )
 

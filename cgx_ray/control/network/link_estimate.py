@@ -13,9 +13,9 @@ observations: high quantiles of rates, low quantiles of times. The observations 
 
 The estimates over a window of ten seconds:
 
-1. Latency is half of the 0.1 quantile of a pair's round trips, and then the median over the pairs whose ranks are not
+1. Latency is half of the 0.15 quantile of a pair's round trips, and then the median over the pairs whose ranks are not
    near each other (`topology.clusters`).
-2. Bandwidth is the 0.85 quantile of each rank's burst rates, by time. It is sure if that is within SURE_FACTOR of the
+2. Bandwidth is the 0.85 quantile of each rank's burst rates, by time. It is sure if that is within NOISE of the
    median burst. Without bursts it is the rate of the exchanges after the latency is subtracted. `rate_estimates` has
    both estimators. If neither is sure, the last bandwidth that bursts were sure of since the last change stands:
    short messages do not fill the link, and what they seem to show is up to 10x too slow or too fast.
@@ -41,9 +41,10 @@ from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
-from cgx_ray.control.network.changes import MIN_SAMPLES, WINDOW_S, ChangeDetector
-from cgx_ray.control.network.estimate import FEW, NOISE, NOT_SURE_FACTOR, Estimate, quantile, quantile_interval
+from cgx_ray.control.network.changes import LINK_CHANGE, WINDOW_S, ChangeDetector
+from cgx_ray.control.network.estimate import FEW, NOISE, WORK_S, Estimate, quantile, quantile_interval
 from cgx_ray.control.network.rate_estimates import (
+    FAST_RATE,
     estimate_at_latency,
     estimate_from_bursts,
     link_rates,
@@ -54,14 +55,10 @@ from cgx_ray.control.network.traffic import StepTraffic, gather_rates
 
 # Seconds between two estimates: with many ranks an estimate takes milliseconds.
 REFRESH_S = 0.5
-# Quantile of round trips that stands for the idle network; the very shortest may be an artefact of time stamps.
-FAST_TIME = 0.1
+# Quantile of round trips that stands for the idle network.
+FAST_TIME = 1 - FAST_RATE
 # Seconds without any burst after which a change of the exchanges counts: shorter ones lie between two bursts.
 QUIET_S = 0.5
-# Ratio of the link's rate before to that in a far slower step, or of latencies, from which the link is to blame.
-OBVIOUS = 2.0
-# Seconds added to latencies before they are watched: changes below it come from processors, not from the network.
-LATENCY_FLOOR_S = 5e-4
 # Seconds per hop that a rank may wait for a processor, where ranks share them: a turn or two of the scheduler.
 TURN_S = 5e-3
 
@@ -173,9 +170,9 @@ class PassiveLink:
         latency_s = self._latency_or(probed_latency_s)
         exchanges = estimate_at_latency(latency_s, [traffic.exchanges]) if not traffic.round_trip_s else None
         rates = link_rates(later, {})[0].values() or ([exchanges.value] if exchanges is not None else [])
-        is_slower = self.bandwidth is not None and bool(rates) and median(rates) * OBVIOUS <= self.bandwidth.value
+        is_slower = self.bandwidth is not None and bool(rates) and median(rates) * LINK_CHANGE <= self.bandwidth.value
         late_s = min(self._floored_latency(traffic) or 0.0, self._last_latency_s or 0.0)
-        is_later = late_s >= OBVIOUS * (latency_s + LATENCY_FLOOR_S)
+        is_later = late_s >= LINK_CHANGE * (latency_s + WORK_S)
         if not (is_slower or is_later):
             return False
         self._detectors = _new_detectors()
@@ -210,11 +207,14 @@ class PassiveLink:
         self._estimate_age_s = REFRESH_S
 
     def _floored_latency(self, traffic: StepTraffic) -> float | None:
-        """Return the latency that the round trips of far ranks show, plus LATENCY_FLOOR_S; None without round trips."""
+        """Return the latency that the round trips of far ranks show, plus WORK_S; None without round trips.
+
+        Changes below it come from processors, not from the network.
+        """
         if not traffic.round_trip_s:
             return None
         trips = [trip for pair, trip in traffic.round_trip_s.items() if pair in self._far]
-        return quantile(trips or list(traffic.round_trip_s.values()), FAST_TIME) / 2 + LATENCY_FLOOR_S
+        return quantile(trips or list(traffic.round_trip_s.values()), FAST_TIME) / 2 + WORK_S
 
     def _watched_latency(self, traffic: StepTraffic) -> list[_Watched]:
         """Return what the round trips show, if there are any."""
@@ -234,7 +234,7 @@ class PassiveLink:
         bursts, pairs = gather_rates(self._unwatched)
         new_down, new_up = link_rates(bursts, pairs)
         is_faster = self._are_faster(new_down)
-        if sum(map(len, bursts.values())) < MIN_SAMPLES and not is_faster:
+        if sum(map(len, bursts.values())) < FEW and not is_faster:
             if self._is_quiet:
                 self._unwatched.clear()
             return []
@@ -332,7 +332,7 @@ def _seconds(steps: Iterable[StepTraffic]) -> float:
 
 def _not_sure(known: Estimate, found: Estimate) -> Estimate:
     """Return what was known, with a spread that also holds what was `found`, and that is too wide to be sure."""
-    high = max(known.high, found.high, NOT_SURE_FACTOR * known.low)
+    high = max(known.high, found.high, LINK_CHANGE * known.low)
     return replace(known, low=min(known.low, found.low), high=high)
 
 

@@ -6,10 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 
+from cgx_ray.control.network.changes import LINK_CHANGE
 from cgx_ray.control.network.estimate import (
     FEW,
-    NOT_SURE_FACTOR,
-    SURE_FACTOR,
     WORK_S,
     Estimate,
     quantile,
@@ -24,14 +23,10 @@ from cgx_ray.monitors.sample import Burst
 # tells the link; the very fastest bursts are artefacts of late time stamps. Bursts count by their length: a late stamp
 # changes a short one most.
 FAST_RATE = 0.85
-# Fewer bursts than this give no estimate: a quantile needs a few values.
-MIN_BURSTS = 4
 # Beside a slow sender, a rank is not slow itself if others reach it at this share of the rate at which they reach the
 # rest. Through a downlink of a quarter of the rate, single messages came at up to 0.67; ranks that only waited were
 # reached at 0.76 or more.
 REACHED_SHARE = 0.72
-# Fewer bursts than this may be fast or slow by chance, so the estimate is not sure, whatever their scatter.
-MIN_SURE_BURSTS = 12
 # Least share of a measured time that is kept when latency is subtracted, so that the rest stays positive.
 MIN_LEFT = 0.1
 
@@ -86,17 +81,17 @@ def estimate_from_bursts(
     down: Mapping[int, float],
     slow: Mapping[int, float],
 ) -> Estimate | None:
-    """Return the bandwidth from bursts by rank, or None if there are fewer than MIN_BURSTS.
+    """Return the bandwidth from bursts by rank, or None if there are fewer than FEW.
 
     down  receiving rate by rank, of `link_rates`
     slow  rates of ranks with a slow link
 
     The spread reaches down to the median burst: where messages do not fill the link, most bursts are far slower than
-    the fastest, and the estimate is not sure. With fewer than MIN_SURE_BURSTS it is twice as wide on either side. If a
-    link is slow, only what came through that link says how sure its rate is.
+    the fastest, and the estimate is not sure. If a link is slow, only what came through that link says how sure its rate
+    is.
     """
     rates = [burst.rate for found in bursts.values() for burst in found]
-    if len(rates) < MIN_BURSTS:
+    if len(rates) < FEW:
         return None
     if slow:
         slowest = min(slow, key=slow.__getitem__)
@@ -106,9 +101,9 @@ def estimate_from_bursts(
             own = [rate for (sender, _), found in pair_rates.items() if sender == slowest for rate in found]
         rates = own or rates
     _, fast, high = quantile_interval(rates, FAST_RATE)
-    value, chance = slowest_rate(median(down.values()), slow), 1 if len(rates) >= MIN_SURE_BURSTS else 2
-    low = value * min(median(rates) / fast, 1) / chance
-    return Estimate(value=value, low=low, high=value * chance * high / fast, source="bursts")
+    value = slowest_rate(median(down.values()), slow)
+    low = value * min(median(rates) / fast, 1)
+    return Estimate(value=value, low=low, high=value * high / fast, source="bursts")
 
 
 def estimate_at_latency(
@@ -137,5 +132,5 @@ def estimate_at_latency(
         return Estimate(value=usual[1], low=slow[0], high=fast[2], source="exchanges")
     low, value, _ = zip(*rates, strict=True)
     low_end = quantile_interval(low, 0.5)[0]
-    high_end = max(fast[2], NOT_SURE_FACTOR * low_end)
+    high_end = max(fast[2], LINK_CHANGE * low_end)
     return Estimate(value=median(value), low=low_end, high=high_end, source="exchanges")

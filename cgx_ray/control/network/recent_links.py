@@ -8,13 +8,11 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import fmean
 
-from cgx_ray.control.network.changes import network_cause
+from cgx_ray.control.network.changes import SETTLE_S, network_cause
 from cgx_ray.planner.cost import Link
 
 # Seconds that are looked back.
 WINDOW_S = 60.0
-# Shortest stay that counts, in seconds and steps: estimates pass through other values after a change.
-MIN_STAY_S, MIN_STAY_STEPS = 2.0, 2
 # Mean seconds between changes below which the loop does not follow a link that goes back and forth: 2 to 5 seconds pass
 # until a change is noticed, and the plan for it is in force until the next change is.
 MIN_DWELL_S = 20.0
@@ -28,11 +26,6 @@ _MESSAGE_BYTES = 1 << 20
 class _Stay:
     link: Link
     seconds: float = 0.0
-    num_steps: int = 0
-
-    @property
-    def is_short(self) -> bool:
-        return self.seconds < MIN_STAY_S or self.num_steps < MIN_STAY_STEPS
 
 
 class RecentLinks:
@@ -43,14 +36,13 @@ class RecentLinks:
 
     def add_link(self, link: Link, seconds: float) -> None:
         """Add a step of `seconds`, at whose end `link` was measured."""
-        if self._is_other(link) and self._stays and self._stays[-1].is_short:
-            # The stay before it may go on.
+        if self._is_other(link) and self._stays and self._stays[-1].seconds < SETTLE_S:
+            # Estimates pass through other values after a change. The stay before it may go on.
             self._stays.pop()
         if self._is_other(link):
             self._stays.append(_Stay(link))
         self._stays[-1].link = link
         self._stays[-1].seconds += seconds
-        self._stays[-1].num_steps += 1
         while sum(stay.seconds for stay in self._stays) - self._stays[0].seconds > WINDOW_S:
             self._stays.popleft()
 

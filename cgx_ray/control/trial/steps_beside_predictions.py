@@ -16,8 +16,8 @@ from cgx_ray.control.learned.evidence import MAX_STEPS, MIN_STEPS, Evidence, evi
 from cgx_ray.control.learned.learned_errors import LearnedErrors, undoable
 from cgx_ray.control.learned.measured import at_compute, is_dense, non_dense_options, timed_options
 from cgx_ray.control.learned.plan_times import PlanTimes
-from cgx_ray.control.network.changes import MIN_SAMPLES, network_cause
-from cgx_ray.control.network.estimate import NOISE
+from cgx_ray.control.network.changes import network_cause
+from cgx_ray.control.network.estimate import FEW, NOISE
 from cgx_ray.control.policies.policy import MIN_IMPROVEMENT
 from cgx_ray.control.trial.measuring_steps import is_worth_comparing
 from cgx_ray.control.trial.outcome import PairedStep, PlanRecord
@@ -166,7 +166,7 @@ class StepsBesidePredictions:
         window = self.record.window
         alike = [*takewhile(lambda one: 1 / NOISE < one.step_s / window[-1].step_s < NOISE, reversed(window))]
         window.clear()
-        if len(alike) >= MIN_SAMPLES:
+        if len(alike) >= FEW:
             self._note_plan(alike, measured, now_s)
 
     def compute_changed(self) -> None:
