@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from cgx_ray.control.policies.policy import MAX_SLOWDOWN
 from cgx_ray.units import format_count, format_seconds
 
 # Characters of a line of the log.
@@ -18,8 +19,6 @@ MAX_LINE = 120
 _MIN_CAUSE = 16
 # Share of the time from which a run counts as dense, and that of a step from which compute bounds it.
 MOSTLY_DENSE, MOSTLY_COMPUTE = 0.9, 0.85
-# Ratio of two times below which one is no faster: the promise's 3 %.
-SAME = 1.03
 DENSE = "dense"
 
 
@@ -182,8 +181,8 @@ class RunTotals:
         ratio, (took, dense_took) = dense_s / step_s, map(format_seconds, known)
         digits = ".2f" if ratio < 1.1 else ".2g" if ratio < 9.95 else ".0f"
         said = f"{ratio:{digits}}x faster than {DENSE}"
-        if ratio < SAME:
-            said = f"{1 / ratio:.2f}x slower than {DENSE}" if ratio < 1 / SAME else f"as fast as {DENSE}"
+        if ratio < MAX_SLOWDOWN:
+            said = f"{1 / ratio:.2f}x slower than {DENSE}" if ratio < 1 / MAX_SLOWDOWN else f"as fast as {DENSE}"
         is_predicted = beside is None and self.is_predicted
         beside_it = f"{took} per step, {DENSE} predicted {dense_took}" if is_predicted else ""
         return "; ".join([f"{said} ({beside_it or f'{took} instead of {dense_took} per step'})", *self._about_plan()])

@@ -25,9 +25,9 @@ The estimates over a window of ten seconds:
 
 One step is enough if it took several times as long as those before and its messages show why (`restart_if_slower`).
 Otherwise a CUSUM test (`changes.ChangeDetector`) watches these quantities, and needs two steps. After a change all
-observations older than the change are dropped. A change by 2x is noticed after 2.1 s: so a neighbour's burst of 2 s that
-fills the link is none. Exchanges show a change only while there are no bursts. On the mesh only what TURN_S per hop does
-not explain counts.
+observations older than the change are dropped. A change by 2x is noticed after 2.1 s, so a neighbour's burst of 2 s
+that fills the link is none. Exchanges show a change only while there are no bursts. On the mesh only what TURN_S per
+hop does not explain counts.
 
 Bandwidth counts payload, which is 95.6 % of the rate of 1500-byte frames. Where all uplinks are slower than all
 downlinks, a receiver observes more than the senders can sustain (`KnownNetwork`).
@@ -55,8 +55,6 @@ from cgx_ray.control.network.traffic import StepTraffic, gather_rates
 
 # Seconds between two estimates: with many ranks an estimate takes milliseconds.
 REFRESH_S = 0.5
-# Quantile of round trips that stands for the idle network.
-FAST_TIME = 1 - FAST_RATE
 # Seconds without any burst after which a change of the exchanges counts: shorter ones lie between two bursts.
 QUIET_S = 0.5
 # Seconds per hop that a rank may wait for a processor, where ranks share them: a turn or two of the scheduler.
@@ -214,7 +212,7 @@ class PassiveLink:
         if not traffic.round_trip_s:
             return None
         trips = [trip for pair, trip in traffic.round_trip_s.items() if pair in self._far]
-        return quantile(trips or list(traffic.round_trip_s.values()), FAST_TIME) / 2 + WORK_S
+        return quantile(trips or list(traffic.round_trip_s.values()), 1 - FAST_RATE) / 2 + WORK_S
 
     def _watched_latency(self, traffic: StepTraffic) -> list[_Watched]:
         """Return what the round trips show, if there are any."""
@@ -298,7 +296,7 @@ class PassiveLink:
         for step in self._window:
             for pair, seconds in step.round_trip_s.items():
                 trips[pair].append(seconds)
-        fast = {pair: quantile_interval(times, FAST_TIME) for pair, times in trips.items()}
+        fast = {pair: quantile_interval(times, 1 - FAST_RATE) for pair, times in trips.items()}
         near = clusters({pair: trip[1] for pair, trip in fast.items()})
         cluster_of = {rank: index for index, cluster in enumerate(near) for rank in cluster}
         self._far = frozenset(pair for pair in fast if cluster_of[pair[0]] != cluster_of[pair[1]])

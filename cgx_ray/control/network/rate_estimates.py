@@ -87,8 +87,8 @@ def estimate_from_bursts(
     slow  rates of ranks with a slow link
 
     The spread reaches down to the median burst: where messages do not fill the link, most bursts are far slower than
-    the fastest, and the estimate is not sure. If a link is slow, only what came through that link says how sure its rate
-    is.
+    the fastest, and the estimate is not sure. If a link is slow, only what came through that link says how
+    sure its rate is.
     """
     rates = [burst.rate for found in bursts.values() for burst in found]
     if len(rates) < FEW:

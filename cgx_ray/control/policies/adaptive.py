@@ -40,7 +40,7 @@ from cgx_ray.control.policies.policy import (
 )
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Given, Option, Scheme, make_plan
-from cgx_ray.planner.candidates import codec_cost_of, offloaded
+from cgx_ray.planner.candidates import FREE, offloaded
 from cgx_ray.planner.fidelity import (
     PERIOD_LOSSES,
     USUAL_MIN_GAIN,
@@ -62,10 +62,6 @@ BY_HAND = (
     (CodecSpec.parse("qsgd:bits=4"), Scheme.SRA),
     (CodecSpec.parse("qsgd:bits=4"), Scheme.ALLGATHER),
 )
-# Share of the score by which such a plan must be better than the search's with one option: other groupings differ so.
-SAME_SCORE = 0.01
-# Calibration (before training) may overstate a codec's time by this factor.
-MAX_OVERSTATED = 300.0
 # An option in force may exceed the error that `min_gain` allows by this share; another one must stay below it by this
 # share. Mean gains scatter by about 0.02 around 0.8, which is a tenth of the error.
 GAIN_MARGIN = 0.1
@@ -221,7 +217,7 @@ class Adaptive(Policy):
         best = min((groups_of(plan, layers) for plan in plans), key=planner_input.score)
         small = {layer.name for layer in layers if layer.is_small}
         is_mixed = len({group.option for group in found.best.groups if not small.issuperset(group.layers)}) > 1
-        return _with_best(found, best, planner_input, promised=MIN_IMPROVEMENT if is_mixed else -SAME_SCORE)
+        return _with_best(found, best, planner_input, promised=MIN_IMPROVEMENT if is_mixed else 0.0)
 
     def recorded(self) -> dict[str, Any]:
         if type(self) is not Adaptive:
@@ -266,7 +262,7 @@ class Adaptive(Policy):
         """Return a codec that was never in use, if its calibrated times may be all that keeps a plan from replacing
         `kept`.
 
-        They may be MAX_OVERSTATED times too long. Those of a GPU are not: steps could not time it better.
+        They may be far too long. Those of a GPU are not: steps could not time it better.
         """
         planner_input, errors = situation.planner_input, situation.planner_input.errors
         measured = planner_input.now
@@ -275,9 +271,7 @@ class Adaptive(Policy):
         allowed = self._allowed(situation)
         codecs = {option.codec for option in allowed} - {NONE}
         untimed = {codec for codec in codecs if not errors.is_timed(str(codec))}
-        costs = dict(measured.codec_costs)
-        for codec in untimed:
-            costs[str(codec)] = codec_cost_of(costs, codec).slowed(1 / MAX_OVERSTATED)
+        costs = {**measured.codec_costs, **dict.fromkeys(map(str, untimed), FREE)}
         best = best_plan(replace(measured, codec_costs=costs), allowed, min_gain=self._least_gain).best
         if planner_input.score_of(best) >= planner_input.score_of(kept.predicted) * (1 - MIN_IMPROVEMENT):
             return None
