@@ -27,7 +27,7 @@ from cgx_ray.control.learned.measured import (
     resized,
 )
 from cgx_ray.control.network.changes import SETTLE_S, ComputeChanges, SlowRanks, network_cause
-from cgx_ray.control.network.estimate import FEW, NOISE
+from cgx_ray.control.network.estimate import FEW, NOISE, OBVIOUS
 from cgx_ray.control.network.known_network import KnownNetwork
 from cgx_ray.control.network.recent_links import RecentLinks
 from cgx_ray.control.policies.policy import MAX_SLOWDOWN, REVIEW_S, Decision, Policy
@@ -40,9 +40,6 @@ from cgx_ray.plan import MAX_PERIOD, STEPS_TOGETHER, Option, Plan, spoken
 from cgx_ray.planner.bits import bits_of
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.prediction import Measured, groups_of
-
-# Ratio of a step's seconds to the usual ones from which one step is enough to look for another network.
-FAR_SLOWER = 3.0
 
 
 class WorkerGroupState:
@@ -198,12 +195,15 @@ class WorkerGroupState:
         return True
 
     def _is_far_slower(self, step: JoinedStep) -> bool:
-        """Return whether `step` took FAR_SLOWER times as long as those before it; under a new plan, as predicted."""
+        """Return whether `step` took OBVIOUS times as long as those before it; under a new plan, as predicted.
+
+        Then one step is enough to look for another network.
+        """
         if step.plan_version not in self._versions:
             return False
         before = [one.step_s for one in self._recent if one.plan_version in self._versions]
         usual_s = median(before) if len(before) >= FEW else self._predicted_s
-        return usual_s is not None and step.step_s >= FAR_SLOWER * usual_s
+        return usual_s is not None and step.step_s >= OBVIOUS * usual_s
 
     @property
     def may_accept(self) -> bool:
@@ -318,7 +318,7 @@ class WorkerGroupState:
         return cause
 
     def states(self, measured: Measured) -> list[Measured]:
-        """Return what to plan for: `measured`, or with each link of the last minute if it changes fast."""
+        """Return what to plan for: `measured`, or with each of the newest links if they change fast."""
         if not self.links.is_unsteady:
             return [measured]
         return [replace(measured, network=replace(measured.network, between=one)) for one in self.links.different()]

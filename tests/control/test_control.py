@@ -13,12 +13,12 @@ from support.control_runs import DENSITIES, LAYERS, WORLD, FakeTraining, journal
 
 from cgx_ray.control.history import SNAPSHOT_FORMAT, History, Snapshot
 from cgx_ray.control.journal.lines import Journal
-from cgx_ray.control.learned.evidence import MIN_STEPS
-from cgx_ray.control.loop import LEASE_S, LEASE_STEPS, ControlLoop
+from cgx_ray.control.learned.evidence import MAX_STEPS
+from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.network.estimate import FEW
 from cgx_ray.control.network.known_network import KnownNetwork
 from cgx_ray.control.policies.adaptive import Adaptive
-from cgx_ray.control.policies.policy import Static
+from cgx_ray.control.policies.policy import REVIEW_S, Static
 from cgx_ray.control.trial.outcome import WARM_UP_STEPS
 from cgx_ray.plan import CodecSpec, Intra, Plan, make_plan
 from cgx_ray.planner.candidates import candidate_options
@@ -68,7 +68,7 @@ def test_an_unchanged_network_causes_no_decision_until_the_review(tmp_path: Path
 def test_every_decision_is_journalled_with_its_prediction_and_then_its_outcome(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.gbps = 0.1
-    run.run(FEW + WARM_UP_STEPS + MIN_STEPS)
+    run.run(FEW + WARM_UP_STEPS + FEW)
     decision, outcome, *_ = journal(tmp_path)
     assert decision["event"] == "decision"
     whole = {"groups": 2, "layers": 3, "numel": 5_001_000, "dense_bytes": 20_004_000, "wire_bytes": 20_004_000}
@@ -190,7 +190,7 @@ def test_the_first_plan_after_a_resize_is_the_planners_from_what_is_known_under_
     assert first.describe() == in_force.describe()
     assert first.lease is not None
     assert first.lease.fallback == replace(dense, version=first.version + 1)
-    assert first.lease.last_step > 41 + LEASE_STEPS
+    assert first.lease.last_step > 41 + MAX_STEPS
     line = journal(tmp_path)[-1]
     assert line["reason"].startswith("4 workers became 3: 1x qsgd")
     assert (line["step"], line["time"], line["inputs"]["world_size"]) == (41, 51.0, 3)
@@ -285,8 +285,8 @@ def test_a_plan_is_on_trial_until_its_outcome_is_known(tmp_path: Path) -> None:
     assert on_trial.lease is not None
     assert on_trial.lease.fallback == replace(dense, version=2)
     # 60 s are more than 40 steps of 0.6 s.
-    assert on_trial.lease.last_step == FEW + math.ceil(LEASE_S / decision.step_s) > FEW + LEASE_STEPS
-    run.run(WARM_UP_STEPS + MIN_STEPS)
+    assert on_trial.lease.last_step == FEW + math.ceil(REVIEW_S / decision.step_s) > FEW + MAX_STEPS
+    run.run(WARM_UP_STEPS + FEW)
     assert run.loop.plans[2:] == [replace(on_trial, version=3, lease=None)]
 
 

@@ -19,6 +19,7 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import NamedTuple
 
+from cgx_ray.control.learned.evidence import SURE
 from cgx_ray.control.network.estimate import Z_95
 
 # Measured norms that are compared, the older half with the newer: 120 steps at the usual interval.
@@ -37,8 +38,6 @@ OTHER_RATE, RATE_STEPS = 2.0, 120
 MIN_LOSSES, MAX_LOSSES = 20, 100
 # Losses from this on are left out: their squares have no float.
 MAX_LOSS = 1e100
-# Standard errors on the safe side. The verdict is made again after every step.
-SURE = 4.0
 # Share of the training that may be looked back.
 LOOK_BACK = 0.25
 # Share of a falling slope that must go on.

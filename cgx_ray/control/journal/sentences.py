@@ -17,8 +17,8 @@ from cgx_ray.units import format_count, format_seconds
 MAX_LINE = 120
 # Characters of a cause that are worth a place in it.
 _MIN_CAUSE = 16
-# Share of the time from which a run counts as dense, and that of a step from which compute bounds it.
-MOSTLY_DENSE, MOSTLY_COMPUTE = 0.9, 0.85
+# Share of the time from which a run counts as dense, and of a step from which compute bounds it.
+MOSTLY = 0.85
 DENSE = "dense"
 
 
@@ -174,8 +174,8 @@ class RunTotals:
         known = beside or (self.num_steps and (self.steps_s / self.num_steps, self.as_dense_s / self.num_steps))
         if not known:
             return f"{format_count(self.num_all, 'step')} under {self.plan}; how fast {DENSE} would be is not known"
-        is_dense = self.in_dense_s >= MOSTLY_DENSE * self.steps_s
-        if beside is None and is_dense and (self.plan == DENSE or self._compute_share >= MOSTLY_COMPUTE):
+        is_dense = self.in_dense_s >= MOSTLY * self.steps_s
+        if beside is None and is_dense and (self.plan == DENSE or self._compute_share >= MOSTLY):
             return self._dense_verdict()
         step_s, dense_s = known
         ratio, (took, dense_took) = dense_s / step_s, map(format_seconds, known)
@@ -202,7 +202,7 @@ class RunTotals:
     def _dense_verdict(self) -> str:
         compute = self._compute_share
         why = "no other plan promised enough on this network"
-        if compute >= MOSTLY_COMPUTE:
+        if compute >= MOSTLY:
             why = "compute bounds your steps, compression would not pay here"
         elif self.is_static:
             why = f"as policy static keeps it; {1 - compute:.0%} of a step is not compute, so policy adaptive may help"

@@ -1,7 +1,7 @@
 """Detectors that separate a change from noise: CUSUM (Page 1954) on logarithms, with evidence counted in seconds.
 
 Each second adds log(value / level) - log(NOISE) to the evidence for a rise, and the same with the other sign for a fall;
-evidence never falls below 0. An alarm is raised when it reaches ALARM. A change by 2x adds log 2 - log 1.2 = 0.51 per
+evidence never falls below 0. A ratio counts as at most OBVIOUS. An alarm is raised when it reaches ALARM. A change by 2x adds log 2 - log 1.2 = 0.51 per
 second, so it is noticed after 2.1 s, and one of 2 s is not.
 """
 
@@ -10,14 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from cgx_ray.control.network.estimate import NOISE, WORK_S
+from cgx_ray.control.network.estimate import NOISE, OBVIOUS, WORK_S
 from cgx_ray.planner.cost import Link
 
 # Ratio of two bandwidths, or of two latencies that differ by more than WORK_S. Larger than the spread of an estimate that
 # is sure (NOISE), so noise is no change.
 LINK_CHANGE = 1.5
-# Logarithm of the largest ratio that counts in full. A huge deviation must still last for 1.1 s until ALARM.
-CLIP = math.log(3)
 # Evidence that raises an alarm, in units of logarithm times seconds: 2.1 s of a change by 2x.
 ALARM = 1.05
 # Seconds in which values settle: the first level is learned before anything can be a change, and what has been so for
@@ -103,7 +101,7 @@ class _Evidence:
     def add_sample(self, deviation: float, log_value: float, seconds: float) -> bool:
         """Add a sample; return whether there was some evidence before, and is more now: one may always be an outlier."""
         before = self.amount
-        self.amount = max(0.0, self.amount + (min(deviation, CLIP) - math.log(NOISE)) * seconds)
+        self.amount = max(0.0, self.amount + (min(deviation, math.log(OBVIOUS)) - math.log(NOISE)) * seconds)
         if not self.amount:
             self.seconds, self.sum = 0.0, 0.0
             return False

@@ -14,6 +14,8 @@ FEW = 3
 # and calls for a probe: bursts that fill a link of 100 or 200 Mbit/s have 1.04 to 1.09, those on links of 1 and 2 Gbit/s
 # that two cores do not fill 1.12 to 1.25.
 NOISE = 1.2
+# Ratio that noise does not explain.
+OBVIOUS = 3.0
 # Seconds that a busy processor may add to a message. Shorter exchanges say little about the network.
 WORK_S = 1e-3
 # Standard deviations on either side of the mean that hold 95 % of a normal distribution.

@@ -37,13 +37,13 @@ from cgx_ray.control.network.estimate import FEW, NOISE, Estimate
 from cgx_ray.control.network.link_estimate import PassiveLink
 from cgx_ray.control.network.rate_ceiling import RateCeiling
 from cgx_ray.control.network.rate_estimates import slowest_rate
-from cgx_ray.control.network.topology import SLOW_SHARE, K, SilentNodes, slow_links
+from cgx_ray.control.network.topology import K, SilentNodes, slow_links
 from cgx_ray.control.network.traffic import StepTraffic
 from cgx_ray.monitors.probe_schedule import BUDGET_S, ProbeSchedule
 from cgx_ray.monitors.sample import NodeSample
 
-# Seconds for which a probed rate counts, and latencies of a node that reports no more. While messages are not sure, every
-# node has sent and received within three minutes if the number of nodes is even, within five if it is odd.
+# Seconds for which a probed rate counts, and latencies of a node that reports no more. While messages are not sure,
+# every node has sent and received within three minutes if the number of nodes is even, within five if it is odd.
 PROBE_HOLDS_S = 5.5 * BUDGET_S
 # One-way latency in seconds before any was measured, and between workers of one host, where no probe runs: a loopback
 # round trip.
@@ -272,7 +272,7 @@ class KnownNetwork:
         shown = {"from": self._link.sent, "to": self._link.received}
 
         def is_faster(end: str, node: str, rate: float) -> bool:
-            return any(SLOW_SHARE * shown[end].get(rank, 0.0) > rate for rank in self._ranks.get(node, ()))
+            return any(shown[end].get(rank, 0.0) > LINK_CHANGE * rate for rank in self._ranks.get(node, ()))
 
         ends = _by_end(links).values()
         # Few links are compared with those of the other end too.
@@ -289,7 +289,7 @@ class KnownNetwork:
         probed, faster = self._probed_links, set[int]()
         for node, ranks in self._ranks.items():
             shown = min(probed.get(("from", node), 0.0), probed.get(("to", node), 0.0))
-            faster |= {rank for rank in ranks if SLOW_SHARE * shown > slow.get(rank, math.inf)}
+            faster |= {rank for rank in ranks if shown > LINK_CHANGE * slow.get(rank, math.inf)}
         return not slow.keys() <= faster
 
     @property

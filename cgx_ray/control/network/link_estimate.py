@@ -19,7 +19,7 @@ The estimates over a window of ten seconds:
    median burst. Without bursts it is the rate of the exchanges after the latency is subtracted. `rate_estimates` has
    both estimators. If neither is sure, the last bandwidth that bursts were sure of since the last change stands:
    short messages do not fill the link, and what they seem to show is up to 10x too slow or too fast.
-3. A rank whose link has less than 0.6 of the median rate, sending or receiving, is slow. Then the bandwidth is the
+3. A rank whose link has less than two thirds of the median rate, sending or receiving, is slow. Then the bandwidth is the
    slowest of these ranks', since the others wait for it. Ranks without bursts keep their last rate
    (`link_rates`).
 

@@ -23,6 +23,8 @@ from cgx_ray.monitors.sample import Burst
 # tells the link; the very fastest bursts are artefacts of late time stamps. Bursts count by their length: a late stamp
 # changes a short one most.
 FAST_RATE = 0.85
+# Fewer bursts than this may be fast or slow by chance, so the estimate is not sure, whatever their scatter.
+MIN_SURE_BURSTS = 12
 # Beside a slow sender, a rank is not slow itself if others reach it at this share of the rate at which they reach the
 # rest. Through a downlink of a quarter of the rate, single messages came at up to 0.67; ranks that only waited were
 # reached at 0.76 or more.
@@ -87,8 +89,8 @@ def estimate_from_bursts(
     slow  rates of ranks with a slow link
 
     The spread reaches down to the median burst: where messages do not fill the link, most bursts are far slower than
-    the fastest, and the estimate is not sure. If a link is slow, only what came through that link says how
-    sure its rate is.
+    the fastest, and the estimate is not sure. With fewer than MIN_SURE_BURSTS it is twice as wide on either side. If a
+    link is slow, only what came through that link says how sure its rate is.
     """
     rates = [burst.rate for found in bursts.values() for burst in found]
     if len(rates) < FEW:
@@ -101,9 +103,9 @@ def estimate_from_bursts(
             own = [rate for (sender, _), found in pair_rates.items() if sender == slowest for rate in found]
         rates = own or rates
     _, fast, high = quantile_interval(rates, FAST_RATE)
-    value = slowest_rate(median(down.values()), slow)
-    low = value * min(median(rates) / fast, 1)
-    return Estimate(value=value, low=low, high=value * high / fast, source="bursts")
+    value, chance = slowest_rate(median(down.values()), slow), 1 if len(rates) >= MIN_SURE_BURSTS else 2
+    low = value * min(median(rates) / fast, 1) / chance
+    return Estimate(value=value, low=low, high=value * chance * high / fast, source="bursts")
 
 
 def estimate_at_latency(

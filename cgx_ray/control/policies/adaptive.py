@@ -10,8 +10,8 @@ plan in force is scored with the same measurements, then:
 
 On a network that changes too fast to follow, a score is the mean over the recent states of the network.
 
-Gains are noisy, so options in force may keep a little less than `min_gain`, and others must keep a little more
-(GAIN_MARGIN).
+Gains are noisy, so options in force may have MIN_IMPROVEMENT more error than `min_gain` allows, and others must have as
+much less.
 
 Dense means the sums of plain DDP. Hierarchical dense sums are an option like any other. If a node has one rank, or all
 ranks share memory, hierarchical options equal flat ones, so the planner leaves them out.
@@ -62,9 +62,6 @@ BY_HAND = (
     (CodecSpec.parse("qsgd:bits=4"), Scheme.SRA),
     (CodecSpec.parse("qsgd:bits=4"), Scheme.ALLGATHER),
 )
-# An option in force may exceed the error that `min_gain` allows by this share; another one must stay below it by this
-# share. Mean gains scatter by about 0.02 around 0.8, which is a tenth of the error.
-GAIN_MARGIN = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +73,7 @@ class Adaptive(Policy):
     candidates  codecs that may be chosen, in place of those of a fidelity: text for `CodecSpec.parse`, over every
                 scheme that can carry it; or options, such as ("topk:density=0.01", "allgather"). Where a GPU holds the
                 gradients they may also be offloaded
-    min_gain    leaves out codecs whose gain is smaller, up to GAIN_MARGIN. For codecs without error feedback whose loss
+    min_gain    leaves out codecs whose gain is smaller, up to MIN_IMPROVEMENT of the error. For codecs without error feedback whose loss
                 was measured, dense's loss over theirs takes the place of the gain
     review_s    seconds after a decision until it is asked again without any other cause
     periods     steps between two exchanges that may be chosen besides 1 (`engine.period`), of those in
@@ -133,12 +130,12 @@ class Adaptive(Policy):
     @property
     def _least_gain(self) -> float:
         """Least gain of an option in force."""
-        return max(0.0, 1 - (1 + GAIN_MARGIN) * (1 - self.min_gain))
+        return max(0.0, 1 - (1 + MIN_IMPROVEMENT) * (1 - self.min_gain))
 
     @property
     def _enter_gain(self) -> float:
         """Least gain of other options."""
-        return 1 - (1 - GAIN_MARGIN) * (1 - self.min_gain)
+        return 1 - (1 - MIN_IMPROVEMENT) * (1 - self.min_gain)
 
     def decide(self, situation: Situation) -> Decision:
         cause, planner_input = situation.cause, situation.planner_input

@@ -19,7 +19,6 @@ from cgx_ray.plan import CodecSpec, Option, Plan, preferred_scheme
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuringSteps:
     """Measuring steps that are under way.
