@@ -94,14 +94,13 @@ def test_every_decision_is_journalled_with_its_prediction_and_then_its_outcome(t
     assert outcome["measured_step_s"] == pytest.approx(outcome["predicted_step_s"], rel=0.05)
 
 
-def test_a_codec_whose_gain_rises_is_taken_before_the_review(tmp_path: Path) -> None:
+def test_a_codec_whose_gain_rises_is_taken_at_the_next_review(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.gbps = 0.02
     run.run(130)
     assert run.loop.plans[-1].describe() == "qsgd 4-bit over sra"
     run.gain["topk:density=0.01"] = 0.9
-    (decision,) = run.run(35)
-    assert decision.reason.startswith("gain of topk 1 % rose from 0.30 to 0.90: ")
+    assert any(decision.reason.startswith("regular review: ") for decision in run.run(120))
     assert "topk 1 %" in run.loop.plans[-1].describe()
 
 
@@ -244,7 +243,7 @@ def test_a_controller_that_crashed_goes_on_from_its_snapshot(tmp_path: Path) -> 
     assert kept.kind == "keep"
     assert kept.reason.startswith("the controller was started again: ")
     run.gbps = 100.0
-    assert "bandwidth rose" in run.run(5)[0].reason
+    assert any("bandwidth rose" in decision.reason for decision in run.run(5))
 
 
 def test_a_damaged_snapshot_is_none_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

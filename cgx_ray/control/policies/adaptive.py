@@ -214,7 +214,7 @@ class Adaptive(Policy):
         best = min((groups_of(plan, layers) for plan in plans), key=planner_input.score)
         small = {layer.name for layer in layers if layer.is_small}
         is_mixed = len({group.option for group in found.best.groups if not small.issuperset(group.layers)}) > 1
-        return _with_best(found, best, planner_input, promised=MIN_IMPROVEMENT if is_mixed else 0.0)
+        return _with_best(found, best, planner_input, promised=MIN_IMPROVEMENT if is_mixed else -MIN_IMPROVEMENT)
 
     def recorded(self) -> dict[str, Any]:
         if type(self) is not Adaptive:
