@@ -72,7 +72,9 @@ def test_noise_as_that_of_a_small_gpt_is_no_change_in_twenty_thousand_steps(gain
 
 
 def test_a_codec_that_drops_more_than_there_is_keeps_next_to_nothing() -> None:
-    assert causes(watched := GainWatch([TOPK]), [0.9, -0.5, -0.5]) == {3: f"gain of {spoken(TOPK)} fell from 0.90 to 0.00"}
+    assert causes(watched := GainWatch([TOPK]), [0.9, -0.5, -0.5]) == {
+        3: f"gain of {spoken(TOPK)} fell from 0.90 to 0.00"
+    }
     assert watched.gain[TOPK] > 0
 
 

@@ -17,7 +17,11 @@ MIB = 1 << 20
 def test_bursts_of_a_link_that_processors_do_not_fill_are_not_sure() -> None:
     """As 4 ranks on two cores showed a link of 994 Mbit/s, and one of 199 (docs/log/2026-11-24.md); one slower still."""
     unfilled = [647, 690, 730, 761, 790, 833, 877, 929]
-    for mbit, is_sure in ((unfilled, True), ([*unfilled[:4], *unfilled], False), ([171, 180, 186, 190, 192, 195], True)):
+    for mbit, is_sure in (
+        (unfilled, True),
+        ([*unfilled[:4], *unfilled], False),
+        ([171, 180, 186, 190, 192, 195], True),
+    ):
         bursts = {0: [Burst(round(rate * 2500), 0.02) for rate in mbit] * 4}
         found = estimate_from_bursts(bursts, {}, {0: max(mbit) / 8 * 1e6}, {})
         assert found is not None

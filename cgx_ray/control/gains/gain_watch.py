@@ -27,10 +27,11 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeVar
 
-from cgx_ray.control.gains.loss_trend import LEARNING_GAIN, LearningPhase
+from cgx_ray.control.gains.loss_trend import LearningPhase
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.learned.measured import non_dense_options
 from cgx_ray.control.network.estimate import FEW
+from cgx_ray.control.policies.policy import MIN_IMPROVEMENT
 from cgx_ray.plan import CodecSpec, Device, Option, Plan, spoken
 
 # Smallest change of a gain that triggers a new decision. Smaller ones are left to the regular review.
@@ -203,11 +204,17 @@ class KnownGains:
 
     @property
     def usable(self) -> dict[str, float]:
-        """Gains that plans may be made with; for cautious ones in a learning phase those in use, and large ones."""
+        """Gains that plans may be made with; for cautious ones in a learning phase those in use, and large ones.
+
+        Gains that were measured on other gradients may be off by much, and steps that change the loss fast are the ones
+        where lost progress costs most.
+        """
         usable = self._watch.usable
         if not (self._is_cautious and self.is_learning):
             return usable
-        return {name: gain for name, gain in usable.items() if gain >= LEARNING_GAIN or self._watch.is_in_use(name)}
+        return {
+            name: gain for name, gain in usable.items() if gain >= 1 - MIN_IMPROVEMENT or self._watch.is_in_use(name)
+        }
 
     @property
     def is_learning(self) -> bool:

@@ -11,10 +11,8 @@ from typing import NamedTuple
 from cgx_ray.control.network.changes import LINK_CHANGE
 from cgx_ray.control.network.estimate import FEW
 
-# Newest steps that a verdict is made from. It needs FEW.
+# Newest steps, comparisons or plans that count: older ones had another compute or network. A verdict needs FEW.
 MAX_STEPS = 40
-# Newest steps, comparisons or plans that count: older ones had another compute or network.
-NUM_NEWEST = 8
 # Scatter of single steps that is assumed before there are many (standard deviation of a logarithm). It counts as FEW
 # steps: three that happen to agree prove little.
 PRIOR_SCATTER = 0.1

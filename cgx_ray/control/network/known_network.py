@@ -32,6 +32,7 @@ from collections.abc import Collection, Mapping
 from statistics import median, median_high
 from typing import TypeVar
 
+from cgx_ray.control.learned.measured import DEFAULT_INSIDE
 from cgx_ray.control.network.changes import LINK_CHANGE, is_other_latency
 from cgx_ray.control.network.estimate import FEW, NOISE, Estimate
 from cgx_ray.control.network.link_estimate import PassiveLink
@@ -45,9 +46,6 @@ from cgx_ray.monitors.sample import NodeSample
 # Seconds for which a probed rate counts, and latencies of a node that reports no more. While messages are not sure,
 # every node has sent and received within three minutes if the number of nodes is even, within five if it is odd.
 PROBE_HOLDS_S = 5.5 * BUDGET_S
-# One-way latency in seconds before any was measured, and between workers of one host, where no probe runs: a loopback
-# round trip.
-DEFAULT_LATENCY_S = 50e-6
 T = TypeVar("T")
 
 
@@ -94,13 +92,14 @@ class NodeLatencies:
 class KnownNetwork:
     """The current estimates. Pure: all times are by the caller's clock.
 
-    probed_s        one-way latency by probes; DEFAULT_LATENCY_S before the first one
+    probed_s        one-way latency by probes; that of DEFAULT_INSIDE before the first one, and between workers of one host,
+                    where no probe runs
     num_changes     number of times that the network has changed
     num_impossible  rates so far that were dropped, as no link could have had them
     """
 
     def __init__(self) -> None:
-        self.probed_s = DEFAULT_LATENCY_S
+        self.probed_s = DEFAULT_INSIDE.alpha_s
         self.num_changes = 0
         self._link = PassiveLink()
         self._ceiling = RateCeiling()
