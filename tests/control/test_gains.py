@@ -55,7 +55,7 @@ def test_an_error_that_doubles_is_no_cause_while_next_to_nothing_is_dropped() ->
 
 
 def test_other_data_is_noticed_in_recorded_gains_and_nothing_in_their_noise() -> None:
-    """Two causes while residuals fill up and the model begins to learn, one after the change, one as it is learned."""
+    """Causes: two while residuals fill up and the model begins to learn; the change; the model has learned it."""
     found = causes(GainWatch([TOPK]), map(float, RECORDED.split()))
     assert list(found) == [3, 7, 34, 45], found
     assert found[34] == f"gain of {spoken(TOPK)} rose from 0.57 to 0.73"

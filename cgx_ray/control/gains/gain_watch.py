@@ -1,8 +1,8 @@
 """Compression gains of all options, and the changes of a gain that call for a new decision.
 
 All ranks measure gains every 20 steps, less often where measuring would take more than 0.5 % of the time. Plans are
-made with the median of the last five measurements, so that no single one matters. Gains have names: those of options (`str(Option)`) where schemes
-differ, else those of codecs.
+made with the median of the last five measurements, which no single one moves. Gains have names: those of options
+(`str(Option)`) where schemes differ, else those of codecs.
 
 What error feedback keeps is predicted by the ranks before an option is used, and measured while it is in use
 (`StepSample.gain`, `StepSample.kept`):
@@ -131,7 +131,10 @@ class GainWatch:
         return None
 
     def start_plan(self, in_use: Iterable[str]) -> None:
-        """Start a plan with the options `in_use`. The next measurement of each that begins or ends replaces those before."""
+        """Start a plan with the options `in_use`.
+
+        For those that were in use before, or that are from now on, the next measurement replaces those so far.
+        """
         before, self._in_use = self._in_use, frozenset(in_use)
         for name in (before - self._in_use) & self._known.keys():
             if name not in self._predicted:
@@ -212,9 +215,8 @@ class KnownGains:
         usable = self._watch.usable
         if not (self._is_cautious and self.is_learning):
             return usable
-        return {
-            name: gain for name, gain in usable.items() if gain >= 1 - MIN_IMPROVEMENT or self._watch.is_in_use(name)
-        }
+        least = 1 - MIN_IMPROVEMENT
+        return {name: gain for name, gain in usable.items() if gain >= least or self._watch.is_in_use(name)}
 
     @property
     def is_learning(self) -> bool:

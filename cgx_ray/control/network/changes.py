@@ -1,8 +1,8 @@
 """Detectors that separate a change from noise: CUSUM (Page 1954) on logarithms, with evidence counted in seconds.
 
-Each second adds log(value / level) - log(NOISE) to the evidence for a rise, and the same with the other sign for a fall;
-evidence never falls below 0. A ratio counts as at most OBVIOUS. An alarm is raised when it reaches ALARM. A change by 2x adds log 2 - log 1.2 = 0.51 per
-second, so it is noticed after 2.1 s, and one of 2 s is not.
+Each second adds log(value / level) - log(NOISE) to the evidence for a rise, and the same with the other sign for a
+fall; evidence never falls below 0. A ratio counts as at most OBVIOUS. An alarm is raised when the evidence reaches
+ALARM. A change by 2x adds log 2 - log 1.2 = 0.51 per second, so it is noticed after 2.1 s, and one of 2 s is not.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from collections.abc import Mapping
 from cgx_ray.control.network.estimate import NOISE, OBVIOUS, WORK_S
 from cgx_ray.planner.cost import Link
 
-# Ratio of two bandwidths, or of two latencies that differ by more than WORK_S. Larger than the spread of an estimate that
-# is sure (NOISE), so noise is no change.
+# Ratio of two bandwidths, or of two latencies that differ by more than WORK_S. Larger than the spread of an estimate
+# that is sure (NOISE), so noise is no change.
 LINK_CHANGE = 1.5
 # Evidence that raises an alarm, in units of logarithm times seconds: 2.1 s of a change by 2x.
 ALARM = 1.05
 # Seconds in which values settle: the first level is learned before anything can be a change, and what has been so for
 # less may be on its way to something else.
 SETTLE_S = 2.0
-# Seconds of steps that estimates and levels are made from. Long enough for quantiles, short enough to follow a drift.
+# Seconds of steps that estimates and levels are made from, and for which what was learned is undone if the network has
+# changed. Long enough for quantiles, short enough to follow a drift.
 WINDOW_S = 10.0
 
 
@@ -99,7 +100,7 @@ class _Evidence:
         self.sum = 0.0
 
     def add_sample(self, deviation: float, log_value: float, seconds: float) -> bool:
-        """Add a sample; return whether there was some evidence before, and is more now: one may always be an outlier."""
+        """Add a sample; return whether there was evidence before and is more now, as one may always be an outlier."""
         before = self.amount
         self.amount = max(0.0, self.amount + (min(deviation, math.log(OBVIOUS)) - math.log(NOISE)) * seconds)
         if not self.amount:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 # Fewest values whose median no single one decides: of steps, of rates, of links.
 FEW = 3
-# Largest ratio of two values of the same thing: usual noise and slow drift. An estimate whose spread is wider says little
-# and calls for a probe: bursts that fill a link of 100 or 200 Mbit/s have 1.04 to 1.09, those on links of 1 and 2 Gbit/s
-# that two cores do not fill 1.12 to 1.25.
+# Largest ratio of two values of the same thing: usual noise and slow drift. An estimate with a wider spread says little
+# and calls for a probe. Bursts that fill a link of 100 or 200 Mbit/s have 1.04 to 1.09. On links of 1 and 2 Gbit/s that
+# two cores do not fill, their estimates are up to 20 % too low, with 1.12 to 1.25.
 NOISE = 1.2
-# Ratio that noise does not explain.
+# Ratio that noise does not explain: a step that is longer by it is enough to look for another network.
 OBVIOUS = 3.0
 # Seconds that a busy processor may add to a message. Shorter exchanges say little about the network.
 WORK_S = 1e-3

@@ -4,11 +4,11 @@ Messages and probes are combined as follows:
 
 1. Latency is the shorter of the two, since full links and busy processors can only add to it. After a change, the
    probed latencies count again when all nodes have measured again.
-2. Bandwidth is that of the messages. Where it is not sure, probed bandwidths replace it until they are PROBE_HOLDS_S old
-   or the network changes. A node's sending rate is the highest it reached to any node: on one path the other end may be
-   the slow one. The same for receiving. The upper median counts, of sending or of receiving, whichever is slower: a
-   probe shares the link with the training, which makes it slower more often than faster. So what the node's card
-   carried meanwhile counts if that was more; what other programs usually take does not. Where all ranks send more
+2. Bandwidth is that of the messages. Where it is not sure, probed bandwidths replace it until they are PROBE_HOLDS_S
+   old or the network changes. A node's sending rate is the highest it reached to any node: on one path the other end
+   may be the slow one. The same for receiving. The upper median counts, of sending or of receiving, whichever is
+   slower: a probe shares the link with the training, which makes it slower more often than faster. So what the node's
+   card carried meanwhile counts if that was more; what other programs usually take does not. Where all ranks send more
    slowly than they receive, the messages are not sure: all uplinks may be slower than all downlinks, as in clouds that
    limit what a machine sends, and then a rank receives from several others more than each can send. Nodes of one rank
    each show this, from three nodes on.
@@ -92,8 +92,8 @@ class NodeLatencies:
 class KnownNetwork:
     """The current estimates. Pure: all times are by the caller's clock.
 
-    probed_s        one-way latency by probes; that of DEFAULT_INSIDE before the first one, and between workers of one host,
-                    where no probe runs
+    probed_s        one-way latency by probes; that of DEFAULT_INSIDE before the first one, and between workers of one
+                    host, where no probe runs
     num_changes     number of times that the network has changed
     num_impossible  rates so far that were dropped, as no link could have had them
     """

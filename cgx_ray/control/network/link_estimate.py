@@ -15,13 +15,12 @@ The estimates over a window of ten seconds:
 
 1. Latency is half of the 0.15 quantile of a pair's round trips, and then the median over the pairs whose ranks are not
    near each other (`topology.clusters`).
-2. Bandwidth is the 0.85 quantile of each rank's burst rates, by time. It is sure if that is within NOISE of the
-   median burst. Without bursts it is the rate of the exchanges after the latency is subtracted. `rate_estimates` has
-   both estimators. If neither is sure, the last bandwidth that bursts were sure of since the last change stands:
-   short messages do not fill the link, and what they seem to show is up to 10x too slow or too fast.
-3. A rank whose link has less than two thirds of the median rate, sending or receiving, is slow. Then the bandwidth is the
-   slowest of these ranks', since the others wait for it. Ranks without bursts keep their last rate
-   (`link_rates`).
+2. Bandwidth is the 0.85 quantile of each rank's burst rates, by time. It is sure if that is within NOISE of the median
+   burst. Without bursts it is the rate of the exchanges after the latency is subtracted. `rate_estimates` has both
+   estimators. If neither is sure, the last bandwidth that bursts were sure of since the last change stands: short
+   messages do not fill the link, and what they seem to show is up to 10x too slow or too fast.
+3. A rank whose link has less than two thirds of the median rate, sending or receiving, is slow. Then the bandwidth is
+   the slowest of these ranks', since the others wait for it. Ranks without bursts keep their last rate (`link_rates`).
 
 One step is enough if it took several times as long as those before and its messages show why (`restart_if_slower`).
 Otherwise a CUSUM test (`changes.ChangeDetector`) watches these quantities, and needs two steps. After a change all

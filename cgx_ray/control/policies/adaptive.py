@@ -73,8 +73,8 @@ class Adaptive(Policy):
     candidates  codecs that may be chosen, in place of those of a fidelity: text for `CodecSpec.parse`, over every
                 scheme that can carry it; or options, such as ("topk:density=0.01", "allgather"). Where a GPU holds the
                 gradients they may also be offloaded
-    min_gain    leaves out codecs whose gain is smaller, up to MIN_IMPROVEMENT of the error. For codecs without error feedback whose loss
-                was measured, dense's loss over theirs takes the place of the gain
+    min_gain    leaves out codecs whose gain is smaller, up to MIN_IMPROVEMENT of the error. For codecs without error
+                feedback whose loss was measured, dense's loss over theirs takes the place of the gain
     review_s    seconds after a decision until it is asked again without any other cause
     periods     steps between two exchanges that may be chosen besides 1 (`engine.period`), of those in
                 `planner.fidelity`. Default: those of the fidelity, and 1 with `candidates`

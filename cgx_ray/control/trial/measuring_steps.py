@@ -1,8 +1,8 @@
 """Measuring steps: a few under another plan, to measure dense again or to time a codec, before the next decision.
 
 Dense is measured again if the plan in force may be slower than dense and the steps so far do not show it. A codec that
-was never in use is timed if a plan with it would be the best one by far should it take no time. Then one layer is sent
-with it, so a codec that is truly slow costs little.
+was never in use is timed if a plan with it would be better by MIN_IMPROVEMENT should it take no time. Then one layer is
+sent with it, so a codec that is truly slow costs little.
 """
 
 from __future__ import annotations
