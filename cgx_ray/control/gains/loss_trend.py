@@ -32,8 +32,8 @@ OTHER_RATE, RATE_STEPS = 2.0, 120
 MIN_LOSSES, MAX_LOSSES = 20, 100
 # Losses from this on are left out: their squares have no float.
 MAX_LOSS = 1e100
-# Standard errors on the safe side: the verdict is made again after every step. With 3, 1.3 % of changes that cost nothing
-# would seem worse, with 4 it is 0.2 %.
+# Standard errors on the safe side: the verdict is made again after every step. With 3, 1.3 % of changes that cost
+# nothing would seem worse, with 4 it is 0.2 %.
 SURE = 4.0
 # Share of the training that may be looked back.
 LOOK_BACK = 0.25
