@@ -84,10 +84,10 @@ def test_comparisons_without_a_verdict_become_rarer() -> None:
     assert steps.grants_comparison(unsure, now), "another plan"
 
 
-@pytest.mark.parametrize("slowdown", [1.4, 1.45])
+@pytest.mark.parametrize("slowdown", [1.45, 1.5])
 def test_a_plan_that_seems_slower_right_after_a_comparison_with_dense_is_left(slowdown: float, tmp_path: Path) -> None:
     run = start(tmp_path)
-    # On this network such a plan takes 10 to 14 % longer than dense, and compute is noisy.
+    # On this network such a plan takes 14 to 18 % longer than dense, and compute is noisy.
     run.gbps, run.slowdown, run.jitter = 2.0, slowdown, 0.3
     decisions = run.run(400)
     (disabled,) = (index for index, one in enumerate(decisions) if one.kind == "disable")

@@ -18,6 +18,11 @@ from cgx_ray.control.trial.outcome import PlanRecord
 from cgx_ray.plan import CodecSpec, Option, Plan, preferred_scheme
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
 
+# Standard errors by which a plan must be over MAX_SLOWDOWN right after a comparison to be taken back. Less than
+# `evidence.SURE`: dense is what was promised, and costs little if the two are that near. Without any, plans are taken
+# back that are as fast as dense.
+COMPARED = 1.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuringSteps:
