@@ -13,7 +13,7 @@ Then the loop does the first of these that has a cause:
 3. Where the steps do not show whether a plan is slower than dense, a few dense steps are measured (`measuring_steps`).
    Right after these one standard error instead of three is enough for 1.
 
-WARM_UP_STEPS + MIN_STEPS steps after a decision its outcome goes to the journal, and the errors of the plan's
+WARM_UP_STEPS + FEW steps after a decision its outcome goes to the journal, and the errors of the plan's
 options and codecs are learned (`learned_errors`). Plans are chosen with these errors. If the link goes back
 and forth too fast to follow (`recent_links`), one plan is chosen for all its recent states, and not judged any more.
 An option whose gain fell by more than GAIN_CHANGE while it was in use is banned, twice as long each time. So is the
@@ -37,10 +37,10 @@ from cgx_ray.control.journal.lines import Journal, MadeBy, decision_entry, outco
 from cgx_ray.control.journal.progress import Progress
 from cgx_ray.control.journal.sentences import decision_line, report_hint
 from cgx_ray.control.journal_events import JournalEvents
-from cgx_ray.control.learned.evidence import Evidence, Verdict, verdict
+from cgx_ray.control.learned.evidence import MAX_STEPS, Evidence, Verdict, verdict
 from cgx_ray.control.live_state import LiveState
 from cgx_ray.control.network.estimate import FEW
-from cgx_ray.control.policies.policy import MAX_SLOWDOWN, Decision, PlannerInput, Policy, Situation
+from cgx_ray.control.policies.policy import MAX_SLOWDOWN, REVIEW_S, Decision, PlannerInput, Policy, Situation
 from cgx_ray.control.trial.measuring_steps import COMPARED, MeasuringSteps, codec_trial
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import Fault, NodeSample
@@ -48,10 +48,6 @@ from cgx_ray.plan import Layer, Lease, Plan
 from cgx_ray.planner.prediction import Measured, groups_of, predict
 
 logger = logging.getLogger(__name__)
-
-# Steps, and predicted seconds of steps, both, for which a new plan is on trial. Its outcome is known after 5 steps and
-# the seconds until they are reported.
-LEASE_STEPS, LEASE_S = 40, 60.0
 
 
 class _When(NamedTuple):
@@ -426,8 +422,11 @@ class ControlLoop:
         return decision
 
     def _leased(self, state: WorkerGroupState, decision: Decision, at: _When) -> Plan:
-        """Return the plan of `decision` with a lease, after which the ranks return to the plan before it."""
+        """Return the plan of `decision` with a lease, after which the ranks return to the plan before it.
+
+        It holds for MAX_STEPS and for REVIEW_S, both: its outcome is known after 4 steps, and once they are reported.
+        """
         plan, before = decision.plan, state.plan.lease.fallback if state.plan.lease is not None else state.plan
-        steps = max(LEASE_STEPS * plan.period, math.ceil(LEASE_S / decision.step_s))
+        steps = max(MAX_STEPS * plan.period, math.ceil(REVIEW_S / decision.step_s))
         fallback = replace(before, version=plan.version + 1)
         return replace(plan, lease=Lease(last_step=at.step + steps, fallback=fallback))

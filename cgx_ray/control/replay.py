@@ -16,8 +16,6 @@ from cgx_ray.control.trial.measuring_steps import codec_trial
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer, Option
 
-# Two predictions are the same up to this relative difference: processors round the last bits of exp differently.
-SAME_PREDICTION = 1e-9
 # Decisions that the policy did not make, by `made_by`.
 _BY_THE_LOOP = {
     "dense_trial": "dense measured for a few steps",
@@ -61,11 +59,11 @@ class ReplayedDecision:
 
     @property
     def has_other_prediction(self) -> bool:
-        """Return whether the decision is the same, but its predicted seconds are not."""
+        """Return whether the decision is the same, but its predicted seconds are not, beyond the rounding of exp."""
         if self.now is None or self.recorded is None or self.differs:
             return False
         pairs = ((self.recorded.step_s, self.now.step_s), (self.recorded.dense_s, self.now.dense_s))
-        return not all(math.isclose(was, now, rel_tol=SAME_PREDICTION) for was, now in pairs)
+        return not all(math.isclose(was, now) for was, now in pairs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from cgx_ray.control.history import Learned, Registration
 from cgx_ray.control.joined_steps import JoinedStep, StepJoiner
 from cgx_ray.control.journal.facts import Cause, DecisionCounts, LoopFacts
 from cgx_ray.control.learned.compute_slowdown import ComputeSlowdown
-from cgx_ray.control.learned.evidence import MIN_STEPS, Evidence, Verdict, verdict
+from cgx_ray.control.learned.evidence import Evidence, Verdict, verdict
 from cgx_ray.control.learned.measured import (
     bits_by_layer,
     compressing_options,
@@ -26,8 +26,8 @@ from cgx_ray.control.learned.measured import (
     non_dense_options,
     resized,
 )
-from cgx_ray.control.network.changes import ComputeChanges, SlowRanks, network_cause
-from cgx_ray.control.network.estimate import FEW, NOISE
+from cgx_ray.control.network.changes import SETTLE_S, ComputeChanges, SlowRanks, network_cause
+from cgx_ray.control.network.estimate import FEW, NOISE, OBVIOUS
 from cgx_ray.control.network.known_network import KnownNetwork
 from cgx_ray.control.network.recent_links import RecentLinks
 from cgx_ray.control.policies.policy import MAX_SLOWDOWN, REVIEW_S, Decision, Policy
@@ -40,11 +40,6 @@ from cgx_ray.plan import MAX_PERIOD, STEPS_TOGETHER, Option, Plan, spoken
 from cgx_ray.planner.bits import bits_of
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.prediction import Measured, groups_of
-
-# Ratio of a step's seconds to the usual ones from which one step is enough to look for another network.
-FAR_SLOWER = 3.0
-# Seconds for which a plan must seem too slow. Until then a slower network would be noticed, which is no plan's fault.
-SLOW_S = 2.5
 
 
 class WorkerGroupState:
@@ -200,12 +195,15 @@ class WorkerGroupState:
         return True
 
     def _is_far_slower(self, step: JoinedStep) -> bool:
-        """Return whether `step` took FAR_SLOWER times as long as those before it; under a new plan, as predicted."""
+        """Return whether `step` took OBVIOUS times as long as those before it; under a new plan, as predicted.
+
+        Then one step is enough to look for another network.
+        """
         if step.plan_version not in self._versions:
             return False
         before = [one.step_s for one in self._recent if one.plan_version in self._versions]
         usual_s = median(before) if len(before) >= FEW else self._predicted_s
-        return usual_s is not None and step.step_s >= FAR_SLOWER * usual_s
+        return usual_s is not None and step.step_s >= OBVIOUS * usual_s
 
     @property
     def may_accept(self) -> bool:
@@ -261,22 +259,22 @@ class WorkerGroupState:
             self._news = Cause("prediction", f"a step took {outcome.step_s:.3f} s, longer than with a plan before")
 
     def slowdown(self) -> Evidence | None:
-        """Return the logarithm of the plan's measured seconds per progress over dense; None before MIN_STEPS steps.
+        """Return the logarithm of the plan's measured seconds per progress over dense; None before FEW steps.
 
         None too during measuring steps, before the policy has ever decided, and for a plan that was made for a link
         that changes fast: it is not the best one all the time.
         """
         is_judged = self.measuring is None and self.decided is not None and self._follows_link
         record = self.steps.record
-        if not is_judged or len(record.window) < MIN_STEPS or is_dense(self.plan):
+        if not is_judged or len(record.window) < FEW or is_dense(self.plan):
             return None
         return self.steps.slowdown(record, self.known())
 
     def is_slow_for_long(self, slowdown: Evidence) -> bool:
-        """Return whether the plan is surely too slow, and has been for SLOW_S: else the network may be the cause."""
+        """Return whether the plan is surely too slow, and has been for SETTLE_S: else the network may be the cause."""
         is_slow = verdict(slowdown, MAX_SLOWDOWN) is Verdict.SLOW
         self._slow_s = self._slow_s + self._recent[-1].passed_s if is_slow else 0.0
-        return self._slow_s >= SLOW_S
+        return self._slow_s >= SETTLE_S
 
     def cause(self, now_s: float, measured: Measured, review_s: float = REVIEW_S) -> Cause | None:
         """Return why to decide now, or None. `review_s`: time after a decision until the next one."""
@@ -320,7 +318,7 @@ class WorkerGroupState:
         return cause
 
     def states(self, measured: Measured) -> list[Measured]:
-        """Return what to plan for: `measured`, or with each link of the last minute if it changes fast."""
+        """Return what to plan for: `measured`, or with each of the newest links if they change fast."""
         if not self.links.is_unsteady:
             return [measured]
         return [replace(measured, network=replace(measured.network, between=one)) for one in self.links.different()]

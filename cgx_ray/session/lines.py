@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cgx_ray.control.journal.sentences import DENSE, MOSTLY_COMPUTE
+from cgx_ray.control.journal.sentences import DENSE, MOSTLY
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
 from cgx_ray.session.settings import Settings
@@ -45,6 +45,6 @@ def end_line(engine: Engine | ShardedEngine, *, takes_folder: bool) -> str:
         dense_bytes = 2 * (plan.world_size - 1) / plan.world_size * totals.dense_bytes
         sent, dense = (f"{each / totals.num_steps / 1e6:.3g} MB" for each in (totals.wire_bytes, dense_bytes))
         said += f"; a rank sent {sent} per step{f', dense sends {dense}' if plan.describe() != DENSE else ''}"
-        if share >= MOSTLY_COMPUTE:
+        if share >= MOSTLY:
             said += "; compute bounds your steps, compression hardly pays here"
     return f"{said}{'; attach(folder=) compares with dense, and writes a journal' if takes_folder else ''}"

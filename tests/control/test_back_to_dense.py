@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,12 +84,12 @@ def test_comparisons_without_a_verdict_become_rarer() -> None:
     assert steps.grants_comparison(unsure, now), "another plan"
 
 
-@pytest.mark.parametrize("slowdown", [1.36, 1.4])
+@pytest.mark.parametrize("slowdown", [1.45, 1.5])
 def test_a_plan_that_seems_slower_right_after_a_comparison_with_dense_is_left(slowdown: float, tmp_path: Path) -> None:
     run = start(tmp_path)
-    # On this network such a plan takes 7 to 10 % longer than dense, and compute is noisy.
+    # On this network such a plan takes 14 to 18 % longer than dense, and compute is noisy.
     run.gbps, run.slowdown, run.jitter = 2.0, slowdown, 0.3
-    decisions = run.run(160)
-    slower = [index for index, one in enumerate(decisions) if re.match("compare with dense.* slower", one.reason)]
-    assert decisions[slower[0] + 1].kind == "disable"
+    decisions = run.run(400)
+    (disabled,) = (index for index, one in enumerate(decisions) if one.kind == "disable")
+    assert decisions[disabled - 1].reason.startswith("compare with dense")
     assert is_dense(run.loop.plans[-1])

@@ -33,49 +33,48 @@ def causes(watched: GainWatch, gains: Iterable[float]) -> dict[int, str]:
             found[number] = cause
         if cause is not None or number % NUM_MEASUREMENTS == 1:
             decided = watched.gain
-            watched.acknowledge()
     return found
 
 
-@pytest.mark.parametrize(("gain", "num_measurements"), [(0.4, 2), (0.38, 2), (0.55, 5), (0.85, 2)])
-def test_half_as_much_error_again_is_noticed_after_five_measurements_twice_or_half_after_two(
-    gain: float, num_measurements: int
-) -> None:
-    """The gain that is reported and used holds nothing of the gain before, and the change is reported once."""
+@pytest.mark.parametrize("gain", [0.4, 0.55, 0.85])
+def test_another_gain_is_noticed_after_three_measurements_and_holds_nothing_of_the_one_before(gain: float) -> None:
     verb = "fell" if gain < 0.7 else "rose"
-    found = causes(watched := GainWatch(), [0.7] * 11 + [gain] * 5)
-    assert found == {11 + num_measurements: f"gain of {spoken(TOPK)} {verb} from 0.70 to {gain:.2f}"}
-    assert watched.gain[TOPK] == pytest.approx(gain)
+    found = causes(watched := GainWatch([TOPK]), [0.7] * 11 + [gain] * 5)
+    assert found == {14: f"gain of {spoken(TOPK)} {verb} from 0.70 to {gain:.2f}"}
+    assert watched.gain[TOPK] == gain
+    assert causes(GainWatch(), [0.7] * 11 + [gain] * 5) == {}, "that of a codec that is not in use"
 
 
-def test_one_measurement_that_is_far_off_is_no_change_and_counts_as_one_of_five() -> None:
-    assert causes(watched := GainWatch(), [0.7] * 10 + [0.001, 0.7, 0.7]) == {}
-    assert watched.gain[TOPK] == pytest.approx((4 * 0.7 + 0.001) / NUM_MEASUREMENTS)
+def test_one_measurement_that_is_far_off_changes_nothing() -> None:
+    assert causes(watched := GainWatch([TOPK]), [0.7] * 10 + [0.001, 0.7, 0.7]) == {}
+    assert watched.gain[TOPK] == 0.7
 
 
 def test_an_error_that_doubles_is_no_cause_while_next_to_nothing_is_dropped() -> None:
-    assert causes(GainWatch(), [0.985] * 11 + [0.95] * 10) == {}
+    assert causes(GainWatch([TOPK]), [0.985] * 11 + [0.95] * 10) == {}
 
 
 def test_other_data_is_noticed_in_recorded_gains_and_nothing_in_their_noise() -> None:
-    """Two causes while residuals fill up and the model begins to learn, one three measurements after the change."""
-    found = causes(GainWatch(), map(float, RECORDED.split()))
-    assert list(found) == [4, 6, 34], found
-    assert found[34] == f"gain of {spoken(TOPK)} rose from 0.55 to 0.74"
+    """Causes: two while residuals fill up and the model begins to learn; the change; the model has learned it."""
+    found = causes(GainWatch([TOPK]), map(float, RECORDED.split()))
+    assert list(found) == [3, 7, 34, 45], found
+    assert found[34] == f"gain of {spoken(TOPK)} rose from 0.57 to 0.73"
 
 
-@pytest.mark.parametrize("gain", [0.98, 0.8, 0.3])
+@pytest.mark.parametrize("gain", [0.98, 0.8])
 @pytest.mark.parametrize("seed", range(5))
 def test_noise_as_that_of_a_small_gpt_is_no_change_in_twenty_thousand_steps(gain: float, seed: int) -> None:
     """Measured errors scatter by 0.09 to 0.14 in their logarithm; here by 0.14, and one error in 50 is halved."""
     chance = random.Random(seed)
     errors = [(1 - gain) * chance.lognormvariate(0, 0.14) * chance.choice([0.5, *[1] * 49]) for _ in range(1000)]
     # The first plan is made on a single measurement, so that one is exact here.
-    assert causes(GainWatch(), [gain, *(1 - min(error, 1) for error in errors)]) == {}
+    assert causes(GainWatch([TOPK]), [gain, *(1 - min(error, 1) for error in errors)]) == {}
 
 
 def test_a_codec_that_drops_more_than_there_is_keeps_next_to_nothing() -> None:
-    assert causes(watched := GainWatch(), [0.9, -0.5, -0.5]) == {3: f"gain of {spoken(TOPK)} fell from 0.90 to 0.00"}
+    assert causes(watched := GainWatch([TOPK]), [0.9, -0.5, -0.5]) == {
+        3: f"gain of {spoken(TOPK)} fell from 0.90 to 0.00"
+    }
     assert watched.gain[TOPK] > 0
 
 
@@ -88,7 +87,9 @@ def test_under_a_new_plan_its_options_are_held_against_what_was_expected_and_pre
     assert watched.gain == decided, "until something is measured"
     watched.add_gains({STAR: 0.9, QSGD: 0.9}, {STAR: 0.6}, settled=[STAR])
     assert watched.gain == {STAR: 0.6, QSGD: pytest.approx(0.9)}
-    watched.add_gains({STAR: 0.9, QSGD: 0.9}, {STAR: 0.6}, settled=[STAR])
+    for _ in range(2):
+        assert watched.cause(decided) is None
+        watched.add_gains({STAR: 0.9, QSGD: 0.9}, {STAR: 0.6}, settled=[STAR])
     assert watched.cause(decided) == f"gain of {spoken(STAR)} fell from 0.90 to 0.60"
     assert watched.cause({QSGD: 0.9}) is None
 
@@ -100,7 +101,7 @@ def test_an_option_that_has_no_prediction_of_its_own_is_held_against_that_of_its
         watched.add_gains({TOPK: 0.9})
     decided = watched.gain
     watched.start_plan([option])
-    for _ in range(2):
+    for _ in range(3):
         watched.add_gains({TOPK: 0.9}, {option: 0.6}, settled=[option])
     assert watched.cause(decided) == f"gain of {spoken(option)} fell from 0.90 to 0.60"
     assert watched.gain == {TOPK: pytest.approx(0.9), option: 0.6}

@@ -12,7 +12,7 @@ import pytest
 from support.control_runs import QUIET, start
 
 from cgx_ray.control.network.estimate import FEW
-from cgx_ray.control.network.known_network import PROBE_HOLDS_S, RATE_HOLDS_S, KnownNetwork
+from cgx_ray.control.network.known_network import PROBE_HOLDS_S, KnownNetwork
 from cgx_ray.control.network.traffic import StepTraffic
 from cgx_ray.monitors.sample import Bandwidth, Burst, HostLoad, NodeSample, node_steps
 
@@ -56,14 +56,14 @@ def test_probes_count_while_messages_are_not_sure(tmp_path: Path) -> None:
     assert (run.loop.next_probe("b", 60.0), run.loop.next_probe("a", 60.0)) == (None, "b")
     report("a", 1.0, {"b": 25e6})
     assert run.loop.facts().bandwidth_bits_per_s == 200e6
-    report("b", 2 + RATE_HOLDS_S, {})
+    report("b", 2 + PROBE_HOLDS_S, {})
     assert run.loop.facts().bandwidth_bits_per_s is None, "too old, though a is silent"
     assert run.loop.next_probe("b", 120.0) == "a"
-    report("b", 3 + RATE_HOLDS_S, {"a": 25e6})
+    report("b", 3 + PROBE_HOLDS_S, {"a": 25e6})
     run.run(FEW)
     messages = run.loop.facts().bandwidth_bits_per_s
     assert messages == pytest.approx(1e9, rel=0.1)
-    report("a", 4 + RATE_HOLDS_S, {"b": 1.1 * messages / 8})
+    report("a", 4 + PROBE_HOLDS_S, {"b": 1.1 * messages / 8})
     assert run.loop.facts().bandwidth_bits_per_s == messages, "sure messages stand"
     assert (run.loop.next_probe("a", 300.0), run.loop.next_probe("b", 300.0)) == (None, None)
 
@@ -179,8 +179,8 @@ def test_of_three_nodes_with_slow_uplinks_probes_name_none() -> None:
 
 @pytest.mark.parametrize(
     ("shares", "num_local", "is_known"),
-    [((0.9,), 1, True), ((0.8,), 1, False), ((0.8, 0.9), 1, False), ((0.8, 1.0), 1, True), ((0.8,), 2, True)],
-    ids=["about alike", "slower", "slower, then noise", "slower, then alike", "two ranks per node"],
+    [((0.9,), 1, True), ((0.8,), 1, False), ((0.8, 1.0), 1, True), ((0.8,), 2, True)],
+    ids=["about alike", "slower", "slower, then alike", "two ranks per node"],
 )
 def test_messages_above_what_all_ranks_send_are_not_sure(
     shares: Sequence[float], num_local: int, is_known: bool
@@ -219,25 +219,6 @@ def test_a_slow_link_by_messages_stands_until_probes_from_and_to_its_node_are_fa
     _report(network, "abcd", "d", _probed({"c": 24e6}))
     assert network.slow == {}
     assert (network.bandwidth.value, network.bandwidth.source) == (24e6, "probes")
-
-
-@pytest.mark.parametrize(("carried", "num_changes"), [(4e6, 1), (9e6, 0), (0.0, 0)])
-def test_a_fall_is_a_change_sooner_unless_a_card_carries_more_or_does_not_tell(
-    carried: float, num_changes: int
-) -> None:
-    network = KnownNetwork()
-
-    def steps(rate: float, num_steps: int, host: HostLoad) -> None:
-        for node in "ab":
-            sample = NodeSample(node_id=node, time_s=0.0, steps=(), latency_s={}, host=host, bandwidth={})
-            network.add_report(sample, ["ab".index(node)], 0.0)
-        bursts = {rank: [Burst(MIB, MIB / rate)] * 4 for rank in range(2)}
-        for _ in range(num_steps):
-            network.add_step(StepTraffic(seconds=0.25, bursts=bursts), 0.0)
-
-    steps(1e7, 80, QUIET)
-    steps(5e6, 7, replace(QUIET, received_bytes_per_s=carried))
-    assert network.num_changes == num_changes
 
 
 def test_what_a_node_probed_counts_no_longer_once_it_is_silent(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from cgx_ray.control.network.link_estimate import PassiveLink
-from cgx_ray.control.network.rate_estimates import fit_exchanges
 from cgx_ray.control.network.traffic import ObservedExchange, StepTraffic
 from cgx_ray.monitors.sample import Burst
 
@@ -66,11 +64,10 @@ def watch(
     network: NoisyNetwork,
     num_steps: int,
     probed_latency_s: float = 1e-3,
-    carried: float = math.inf,
     **step: bool,
 ) -> None:
     for _ in range(num_steps):
-        link.add_traffic(network.step(**step), probed_latency_s, carried)
+        link.add_traffic(network.step(**step), probed_latency_s)
 
 
 @pytest.mark.parametrize("rate", [12.5e6, 125e6, 250e6])
@@ -88,24 +85,12 @@ def test_messages_tell_bandwidth_within_5_percent_and_latency_within_10_beside_b
     assert link.latency_s.value == pytest.approx(latency_s, rel=0.1)
 
 
-@pytest.mark.parametrize("latency_s", [1e-4, 0.01, 0.05])
-def test_without_a_mesh_sizes_tell_bandwidth_whatever_latency_was_probed(latency_s: float) -> None:
-    link = PassiveLink()
-    watch(link, NoisyNetwork(rate=125e6, latency_s=latency_s), 20, probed_latency_s=1e-5, has_mesh=False)
-    assert link.bandwidth is not None
-    assert link.bandwidth.source == "fit"
-    assert link.bandwidth.value == pytest.approx(125e6, rel=0.1)
-    assert link.latency_s is None
-
-
-def test_groups_of_one_size_do_not_tell_bandwidth_from_latency_and_the_probed_one_is_used() -> None:
+def test_without_a_mesh_exchanges_tell_bandwidth_by_the_probed_latency() -> None:
     network, link = NoisyNetwork(rate=125e6, latency_s=0.01), PassiveLink()
-    for _ in range(20):
-        link.add_traffic(network.step(has_mesh=False, sizes=(4 * MIB, 4 * MIB)), 0.01)
-    assert fit_exchanges([network._exchange(4 * MIB) for _ in range(50)]) is None
+    watch(link, network, 20, probed_latency_s=0.01, has_mesh=False)
     assert link.bandwidth is not None
     assert link.bandwidth.source == "exchanges"
-    assert link.bandwidth.value == pytest.approx(125e6, rel=0.1)
+    assert link.bandwidth.value == pytest.approx(125e6, rel=0.2)
 
 
 def test_exchanges_that_processors_could_have_taken_are_not_sure() -> None:
@@ -148,14 +133,6 @@ def test_steps_with_few_bursts_count_together_whatever_their_exchanges_take() ->
     assert link.bandwidth.source == "bursts"
 
 
-def test_three_exchanges_are_not_sure_of_a_slope() -> None:
-    few = [ObservedExchange(hops=6, num_bytes=size, seconds=size / 1e8) for size in (1000, 10_000, 100_000)]
-    noisy = [
-        ObservedExchange(hops=6, num_bytes=one.num_bytes, seconds=one.seconds * (1 + i)) for i, one in enumerate(few)
-    ]
-    assert fit_exchanges(noisy) is None
-
-
 def test_nothing_seen_is_no_estimate() -> None:
     link = PassiveLink()
     link.add_traffic(StepTraffic(seconds=1.0), 1e-3)
@@ -175,19 +152,7 @@ def test_a_bandwidth_that_changes_by_2x_is_noticed_within_3_s(factor: float, has
     watch(link, network, round(3 / step_s), has_mesh=has_mesh)
     assert link.num_changes == 1
     assert link.bandwidth is not None
-    assert link.bandwidth.value == pytest.approx(network.rate, rel=0.15)
-
-
-@pytest.mark.parametrize(("factor", "num_steps"), [(0.5, 6), (2.0, 5)])
-def test_a_change_by_2x_is_noticed_sooner_while_cards_carry_no_more_than_this_training(
-    factor: float, num_steps: int
-) -> None:
-    for carried, is_noticed in ((0.4, True), (2.5, False)):
-        network, link = NoisyNetwork(rate=125e6, latency_s=1e-3, step_s=0.25), PassiveLink()
-        watch(link, network, 80)
-        network.rate *= factor
-        watch(link, network, num_steps, carried=carried * network.rate)
-        assert link.num_changes == is_noticed
+    assert link.bandwidth.value == pytest.approx(network.rate, rel=0.15 if has_mesh else 0.2)
 
 
 def _far_slower(rates: Sequence[float], *, latency_s: float = 1e-3, exchange_s: float = 0.0) -> StepTraffic:
@@ -271,10 +236,8 @@ def test_a_latency_that_changes_by_2x_is_noticed_within_3_s(factor: float) -> No
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("duty", [None, 0.3, 0.8])
-@pytest.mark.parametrize("seed", range(2))
-def test_ten_minutes_beside_a_bursty_neighbour_are_no_change(seed: int, duty: float | None) -> None:
-    """`duty`: share of the time in which this training uses the link; None: the cards do not tell what they carry."""
+@pytest.mark.parametrize("seed", range(6))
+def test_ten_minutes_beside_a_bursty_neighbour_are_no_change(seed: int) -> None:
     network, link = NoisyNetwork(rate=125e6, latency_s=1e-3, seed=seed), PassiveLink()
     chance = random.Random(seed)
     passed_s = 0.0
@@ -282,9 +245,7 @@ def test_ten_minutes_beside_a_bursty_neighbour_are_no_change(seed: int, duty: fl
         # The neighbour takes up to half of the link, as fair queues give one more flow, for up to 2 s every 5 to 15 s.
         for steps, share in ((chance.randint(10, 30), 0.0), (chance.randint(1, 4), chance.uniform(0.2, 0.5))):
             network.neighbour = share
-            # The neighbour fills the pauses of this training.
-            carried = network.rate * (1 if share else duty) if duty is not None else math.inf
-            watch(link, network, steps, carried=carried)
+            watch(link, network, steps)
             passed_s += steps * network.step_s
     assert link.num_changes == 0
 
@@ -349,7 +310,8 @@ def test_a_faster_link_on_which_messages_no_longer_make_bursts_is_noticed_within
     last = {0: [Burst(MIB // 4, MIB / 4 / 12.5e6)]}
     for step in range(30):
         exchange = network._exchange(400_000)
-        link.add_traffic(StepTraffic(seconds=0.1, exchanges=[exchange], bursts=last if step == 0 else {}), 1e-4)
+        seen = replace(network.step(), exchanges=[exchange], bursts=last if step == 0 else {}, pair_rate={})
+        link.add_traffic(seen, 1e-4)
     assert link.num_changes == 1
     assert link.bandwidth is not None
     assert link.bandwidth.value > 50e6

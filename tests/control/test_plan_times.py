@@ -10,10 +10,11 @@ import pytest
 from support.control_runs import COSTS, LAYERS, WORLD, FakeTraining, journal, start
 
 from cgx_ray.control.journal.recorded import read_situation, situation_fields
-from cgx_ray.control.learned.evidence import NUM_NEWEST
-from cgx_ray.control.learned.learned_errors import LATE_NOTICE_S, MEMORY_S
+from cgx_ray.control.learned.evidence import MAX_STEPS
+from cgx_ray.control.learned.learned_errors import MEMORY_S
 from cgx_ray.control.learned.measured import is_dense
 from cgx_ray.control.learned.plan_times import Groups, PlanTimes
+from cgx_ray.control.network.changes import WINDOW_S
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.policy import PlannerInput, Situation
 from cgx_ray.plan import Option, Plan, make_plan
@@ -61,16 +62,16 @@ def test_a_plans_steps_count_under_the_conditions_that_they_had() -> None:
 
 def test_the_newest_plans_and_the_newest_steps_of_each_are_known_and_late_ones_are_undone() -> None:
     times = PlanTimes()
-    for number in range(NUM_NEWEST + 2):
+    for number in range(MAX_STEPS + 2):
         times.add_steps(groups(QSGD, first_bytes=1 << number), 0.1 * number, 1.0, measured(), float(number))
     known = times.on(measured(), 20.0)
-    assert len(known) <= NUM_NEWEST
+    assert len(known) <= MAX_STEPS
     times.add_steps(groups(BF16), 0.3, 1.0, measured(), 20.0)
     times.add_steps(groups(BF16), 0.4, 1.0, measured(), 50.0)
     assert times.on(measured(), 51.0)[groups(BF16)] == pytest.approx(0.6)
-    times.undo(50.0 + LATE_NOTICE_S + 1)
+    times.undo(50.0 + WINDOW_S + 1)
     assert groups(BF16) in times.on(measured(), 51.0)
-    times.undo(50.0 + LATE_NOTICE_S)
+    times.undo(50.0 + WINDOW_S)
     assert groups(BF16) not in times.on(measured(), 51.0)
 
 

@@ -1,8 +1,8 @@
 """Compression gains of all options, and the changes of a gain that call for a new decision.
 
 All ranks measure gains every 20 steps, less often where measuring would take more than 0.5 % of the time. Plans are
-made with the mean of the last five measurements. Gains have names: those of options (`str(Option)`) where schemes
-differ, else those of codecs.
+made with the median of the last five measurements, which no single one moves. Gains have names: those of options
+(`str(Option)`) where schemes differ, else those of codecs.
 
 What error feedback keeps is predicted by the ranks before an option is used, and measured while it is in use
 (`StepSample.gain`, `StepSample.kept`):
@@ -13,18 +13,9 @@ What error feedback keeps is predicted by the ranks before an option is used, an
    in later worker groups. Before it is known it counts as 1: on a small GPT the ratio was 0.9 to 1.4.
 3. A sparse codec may be chosen (`usable`) once two predictions agree. The first ones know one gradient only.
 
-A CUSUM test (`changes.ChangeDetector`) watches the logarithm of each error, 1 - gain:
-
-1. An error that doubles or halves is noticed after two measurements, an error that changes by 1.5x after five. One
-   measurement is never enough.
-2. If such a gain, in use or not, is then more than GAIN_CHANGE away from the gain that the last decision was made on,
-   `cause` returns this as the reason for a new decision.
-3. Errors above a half cannot double, and slow trends are followed without an alarm. Both are left to the regular
-   review.
-
-The error is watched instead of the gain because its noise is similar for all codecs: on byte-GPT the standard deviation
-of the logarithm is 0.09 to 0.14, from qsgd (gain 0.98) to top-0.1 % (gain 0.27); that of the gain is 0.003 to 0.2. So
-one threshold serves all codecs.
+If the gain of an option in use is more than GAIN_CHANGE away from the one that the last decision was made on, `cause`
+returns this as the reason for a new decision: three measurements after a change. Those of other options are left to the
+regular review.
 """
 
 from __future__ import annotations
@@ -33,41 +24,37 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from statistics import median
+from typing import TypeVar
 
-from cgx_ray.control.gains.loss_trend import LEARNING_GAIN, LearningPhase
+from cgx_ray.control.gains.loss_trend import LearningPhase
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.learned.measured import non_dense_options
-from cgx_ray.control.network.changes import ChangeDetector
+from cgx_ray.control.network.estimate import FEW
+from cgx_ray.control.policies.policy import MIN_IMPROVEMENT
 from cgx_ray.plan import CodecSpec, Device, Option, Plan, spoken
 
 # Smallest change of a gain that triggers a new decision. Smaller ones are left to the regular review.
 GAIN_CHANGE = 0.1
-# Measurements that are averaged, those of 100 steps: with small batches a single one is off by 3 to 20 %.
+# Measurements whose median counts, those of 100 steps: with small batches a single one is off by 3 to 20 %.
 NUM_MEASUREMENTS = 5
-# Evidence (`changes.ALARM`) for another error; one measurement counts like a second.
-ALARM = 1.0
-# Floor on the error, so that near-lossless codecs raise no alarm when a tiny error doubles.
-MIN_ERROR = 0.05
 # Floor on the gain, for codecs that drop more than the gradient holds: the planner needs positive gains.
 MIN_GAIN = 1e-3
 # Weight of the newest measurement in a learned ratio: that of ten measurements, as one differs by up to 20 %.
 RATIO_WEIGHT = 0.1
-# Bounds on learned ratios, so that a disturbed phase cannot ban an option for good or make it look lossless.
-MIN_RATIO, MAX_RATIO = 0.25, 1.5
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class _KnownGain:
-    # No learning phase: the first measurement is the baseline, since the plan was chosen on it. Learning would make a
-    # change part of the baseline.
-    detector: ChangeDetector = field(default_factory=lambda: ChangeDetector(alarm=ALARM, learn_s=0.0))
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_MEASUREMENTS))
     is_outdated: bool = False
     is_agreed: bool = False
 
     @property
-    def mean(self) -> float:
-        return math.fsum(self.recent) / len(self.recent)
+    def usual(self) -> float:
+        return median(self.recent)
 
 
 class GainWatch:
@@ -92,23 +79,20 @@ class GainWatch:
             name: _KnownGain(recent=deque([value], maxlen=NUM_MEASUREMENTS), is_outdated=True, is_agreed=True)
             for name, value in (gain or {}).items()
         }
-        self._changed: set[str] = set()
         self._in_use = frozenset(in_use)
         # All names that had a prediction.
         self._predicted: set[str] = set()
-        # By option in use, the gain that it was chosen for.
-        self._expected: dict[str, float] = {}
 
     @property
     def gain(self) -> dict[str, float]:
-        """Mean of the last measurements by name, without those before its last change."""
-        return {name: one.mean for name, one in self._known.items()}
+        """Median of the last measurements by name."""
+        return {name: one.usual for name, one in self._known.items()}
 
     @property
     def usable(self) -> dict[str, float]:
         """Gains that plans may be made with: sparse codecs once two measurements agree, or when in use."""
         return {
-            name: one.mean
+            name: one.usual
             for name, one in self._known.items()
             if one.is_agreed or self.is_in_use(name) or _codec_of(name).density is None
         }
@@ -132,46 +116,31 @@ class GainWatch:
             if counts and unused is not None and unused > MIN_GAIN:
                 self._learn(option, gain / unused)
             now[option] = gain if counts or expected is None else expected
-            if option not in self._known and option in self._expected:
-                self._known[option] = _KnownGain()
-                self._known[option].detector.add_sample(max(1 - self._expected[option], MIN_ERROR), 1.0)
         for name, gain in now.items():
             self._add(name, gain)
 
     def cause(self, decided: Mapping[str, float]) -> str | None:
-        """Return in words which gain has changed since `acknowledge` and differs from the one in `decided`, or None.
-
-        If several have changed, one in use is named.
-        """
-        gain = self.gain
-        for name in sorted(self._changed, key=lambda name: (not self.is_in_use(name), name)):
-            now = gain[name]
-            before = _lookup(decided, name)
-            if before is not None and abs(now - before) > GAIN_CHANGE:
-                return f"gain of {spoken(name)} {'fell' if now < before else 'rose'} from {before:.2f} to {now:.2f}"
+        """Return in words which gain of an option in use differs from the one in `decided`, or None."""
+        for option in sorted(self._in_use):
+            before, known = _lookup(decided, option), _lookup(self._known, option)
+            if before is None or known is None or len(known.recent) < FEW:
+                continue
+            now = known.usual
+            if abs(now - before) > GAIN_CHANGE:
+                return f"gain of {spoken(option)} {'fell' if now < before else 'rose'} from {before:.2f} to {now:.2f}"
         return None
-
-    def acknowledge(self) -> None:
-        """Forget the changes until now, because a decision has taken them into account."""
-        self._changed.clear()
 
     def start_plan(self, in_use: Iterable[str]) -> None:
         """Start a plan with the options `in_use`.
 
-        What they keep is compared with the gain that they were chosen for. For options that were in use before, the
-        next prediction is a new baseline.
+        For those that were in use before, or that are from now on, the next measurement replaces those so far.
         """
         before, self._in_use = self._in_use, frozenset(in_use)
         for name in (before - self._in_use) & self._known.keys():
-            if name in self._predicted:
-                self._known[name].is_outdated = True
-                self._known[name].detector = _KnownGain().detector
-            else:
+            if name not in self._predicted:
                 # Nothing would ever replace it, and it would hide the prediction of the codec.
                 del self._known[name]
-        expected = {name: _lookup(self.gain, name) for name in self._in_use - before}
-        self._expected = {name: gain for name, gain in expected.items() if gain is not None}
-        for name in self._expected.keys() & self._known.keys():
+        for name in (before ^ self._in_use) & self._known.keys():
             self._known[name].is_outdated = True
 
     def _add(self, name: str, gain: float) -> None:
@@ -183,16 +152,10 @@ class GainWatch:
         elif one.recent and abs(gain - one.recent[-1]) <= GAIN_CHANGE:
             one.is_agreed = True
         one.recent.append(gain)
-        num_since = one.detector.add_sample(max(1 - gain, MIN_ERROR), 1.0)
-        if num_since is not None:
-            self._changed.add(name)
-            while len(one.recent) > num_since:
-                one.recent.popleft()
 
     def _learn(self, option: str, ratio: float) -> None:
         before = self.ratios.get(option, ratio)
-        learned = before + RATIO_WEIGHT * (ratio - before)
-        self.ratios[option] = min(max(learned, MIN_RATIO), MAX_RATIO)
+        self.ratios[option] = before + RATIO_WEIGHT * (ratio - before)
 
     def _corrected(self, predicted: Mapping[str, float]) -> dict[str, float]:
         """Return predictions with learned ratios, by option for options that have one."""
@@ -206,8 +169,8 @@ class GainWatch:
         return any(option == name or option.startswith(f"{name} over ") for option in self._in_use)
 
 
-def _lookup(gain: Mapping[str, float], option: str) -> float | None:
-    """Return the gain under the option's name, else under its codec's."""
+def _lookup(gain: Mapping[str, T], option: str) -> T | None:
+    """Return what is known under the option's name, else under its codec's."""
     return gain.get(option, gain.get(option.partition(" over ")[0]))
 
 
@@ -244,11 +207,16 @@ class KnownGains:
 
     @property
     def usable(self) -> dict[str, float]:
-        """Gains that plans may be made with; for cautious ones in a learning phase those in use, and large ones."""
+        """Gains that plans may be made with; for cautious ones in a learning phase those in use, and large ones.
+
+        Gains that were measured on other gradients may be off by much, and steps that change the loss fast are the ones
+        where lost progress costs most.
+        """
         usable = self._watch.usable
         if not (self._is_cautious and self.is_learning):
             return usable
-        return {name: gain for name, gain in usable.items() if gain >= LEARNING_GAIN or self._watch.is_in_use(name)}
+        least = 1 - MIN_IMPROVEMENT
+        return {name: gain for name, gain in usable.items() if gain >= least or self._watch.is_in_use(name)}
 
     @property
     def is_learning(self) -> bool:
@@ -275,7 +243,6 @@ class KnownGains:
 
     def acknowledge(self, decided: Mapping[str, float]) -> None:
         """Note that a decision has taken the gains `decided` into account."""
-        self._watch.acknowledge()
         self._offered |= decided.keys()
 
     def start_plan(self, plan: Plan) -> None:

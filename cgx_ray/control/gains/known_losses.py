@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from cgx_ray.control.joined_steps import JoinedStep
+from cgx_ray.control.policies.policy import MIN_IMPROVEMENT
 from cgx_ray.plan import CodecSpec, Layer
 from cgx_ray.planner.bits import QSGD, STATIC_BITS, LayerErrors
 
@@ -25,8 +26,6 @@ from cgx_ray.planner.bits import QSGD, STATIC_BITS, LayerErrors
 NEWEST_ERROR, NEWEST = 0.8, 0.5
 # Least ratio of a measured error to the expected one: a layer that loses nothing with some bits has no smaller level.
 LEAST_RATIO = 1e-6
-# Share by which the error of bits in force may exceed the allowed one before others are chosen, since it scatters.
-MAX_EXCESS = 0.05
 # Numbers of bits that errors are computed for.
 ALL_BITS = range(1, 9)
 
@@ -80,9 +79,12 @@ class KnownLosses:
         return math.sqrt(max(1.0, self._excess))
 
     def too_large_error(self, bits: Mapping[str, int], allowed: float) -> str | None:
-        """Return in words by how much the error of `bits` exceeds `allowed` times that of 4 bits, or None."""
+        """Return in words by how much the error of `bits` exceeds `allowed` times that of 4 bits, or None.
+
+        None too up to MIN_IMPROVEMENT, since errors scatter.
+        """
         square = self._over_static(self._unit_errors(), bits)
-        if square is None or math.sqrt(square) <= allowed * (1 + MAX_EXCESS):
+        if square is None or math.sqrt(square) <= allowed * (1 + MIN_IMPROVEMENT):
             return None
         return f"the error of the bits is {math.sqrt(square):.2f} times that of 4 bits, allowed {allowed:g}"
 

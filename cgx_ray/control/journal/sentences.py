@@ -10,16 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from cgx_ray.control.policies.policy import MAX_SLOWDOWN
 from cgx_ray.units import format_count, format_seconds
 
 # Characters of a line of the log.
 MAX_LINE = 120
 # Characters of a cause that are worth a place in it.
 _MIN_CAUSE = 16
-# Share of the time from which a run counts as dense, and that of a step from which compute bounds it.
-MOSTLY_DENSE, MOSTLY_COMPUTE = 0.9, 0.85
-# Ratio of two times below which one is no faster: the promise's 3 %.
-SAME = 1.03
+# Share of the time from which a run counts as dense, and of a step from which compute bounds it.
+MOSTLY = 0.85
 DENSE = "dense"
 
 
@@ -175,15 +174,15 @@ class RunTotals:
         known = beside or (self.num_steps and (self.steps_s / self.num_steps, self.as_dense_s / self.num_steps))
         if not known:
             return f"{format_count(self.num_all, 'step')} under {self.plan}; how fast {DENSE} would be is not known"
-        is_dense = self.in_dense_s >= MOSTLY_DENSE * self.steps_s
-        if beside is None and is_dense and (self.plan == DENSE or self._compute_share >= MOSTLY_COMPUTE):
+        is_dense = self.in_dense_s >= MOSTLY * self.steps_s
+        if beside is None and is_dense and (self.plan == DENSE or self._compute_share >= MOSTLY):
             return self._dense_verdict()
         step_s, dense_s = known
         ratio, (took, dense_took) = dense_s / step_s, map(format_seconds, known)
         digits = ".2f" if ratio < 1.1 else ".2g" if ratio < 9.95 else ".0f"
         said = f"{ratio:{digits}}x faster than {DENSE}"
-        if ratio < SAME:
-            said = f"{1 / ratio:.2f}x slower than {DENSE}" if ratio < 1 / SAME else f"as fast as {DENSE}"
+        if ratio < MAX_SLOWDOWN:
+            said = f"{1 / ratio:.2f}x slower than {DENSE}" if ratio < 1 / MAX_SLOWDOWN else f"as fast as {DENSE}"
         is_predicted = beside is None and self.is_predicted
         beside_it = f"{took} per step, {DENSE} predicted {dense_took}" if is_predicted else ""
         return "; ".join([f"{said} ({beside_it or f'{took} instead of {dense_took} per step'})", *self._about_plan()])
@@ -203,7 +202,7 @@ class RunTotals:
     def _dense_verdict(self) -> str:
         compute = self._compute_share
         why = "no other plan promised enough on this network"
-        if compute >= MOSTLY_COMPUTE:
+        if compute >= MOSTLY:
             why = "compute bounds your steps, compression would not pay here"
         elif self.is_static:
             why = f"as policy static keeps it; {1 - compute:.0%} of a step is not compute, so policy adaptive may help"

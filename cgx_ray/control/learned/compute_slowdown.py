@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import fmean, median
 
-from cgx_ray.control.learned.evidence import MAX_STEPS, NUM_NEWEST, Evidence, evidence
-from cgx_ray.control.network.changes import MIN_SAMPLES
+from cgx_ray.control.learned.evidence import MAX_STEPS, Evidence, evidence
 from cgx_ray.control.network.estimate import FEW, Z_95
 from cgx_ray.plan import Option
 
@@ -29,7 +28,7 @@ class ComputeSlowdown:
     def add_comparison(self, options: frozenset[Option], dense_s: Sequence[float], others_s: Sequence[float]) -> None:
         """Add compute of dense steps, and of steps under a plan with `options` soon before or after them."""
         dense, others = (evidence([math.log(seconds) for seconds in times]) for times in (dense_s, others_s))
-        self._found.setdefault(options, deque(maxlen=NUM_NEWEST)).append(others.less(dense))
+        self._found.setdefault(options, deque(maxlen=MAX_STEPS)).append(others.less(dense))
         self._newest = options
 
     def under(self, options: frozenset[Option]) -> Evidence:
@@ -50,8 +49,8 @@ class SideBySide:
     """Compute of the newest dense steps, and of those under another plan, until both are compared."""
 
     def __init__(self) -> None:
-        self._dense_s: deque[float] = deque(maxlen=NUM_NEWEST)
-        self._others_s: deque[float] = deque(maxlen=NUM_NEWEST)
+        self._dense_s: deque[float] = deque(maxlen=MAX_STEPS)
+        self._others_s: deque[float] = deque(maxlen=MAX_STEPS)
         self._since_dense = 0
 
     def start_plan(self, *, is_dense: bool, is_new: bool) -> None:
@@ -69,8 +68,7 @@ class SideBySide:
         own_s.append(compute_s)
         self._since_dense = 0 if self._is_dense else self._since_dense + 1
         is_far = self._since_dense > MAX_STEPS
-        # At the first decision two dense steps are known, without the first one. Measuring steps are three.
-        if not self._is_open or is_far or len(own_s) < FEW or len(before_s) < MIN_SAMPLES:
+        if not self._is_open or is_far or len(own_s) < FEW or not before_s:
             return None
         self._is_open = False
         return self._dense_s, self._others_s

@@ -8,15 +8,14 @@ from enum import StrEnum
 from statistics import fmean, median
 from typing import NamedTuple
 
-# Steps that a verdict needs, and the newest ones that it is made from.
-MIN_STEPS, MAX_STEPS = 4, 40
-# Newest steps, comparisons or plans that count: older ones had another compute or network.
-NUM_NEWEST = 8
-# Scatter of single steps that is assumed before there are many (standard deviation of a logarithm), and the number of
-# steps that this assumption counts as. Four steps that happen to agree prove little.
-PRIOR_SCATTER, PRIOR_STEPS = 0.1, 3
-# Logarithm of the largest ratio to the median that counts: a pause or an evaluation makes single steps far longer.
-CLIP = math.log(1.65)
+from cgx_ray.control.network.changes import LINK_CHANGE
+from cgx_ray.control.network.estimate import FEW
+
+# Newest steps, comparisons or plans that count: older ones had another compute or network. A verdict needs FEW.
+MAX_STEPS = 40
+# Scatter of single steps that is assumed before there are many (standard deviation of a logarithm). It counts as FEW
+# steps: three that happen to agree prove little.
+PRIOR_SCATTER = 0.1
 # Standard errors on the safe side of a verdict. It is made again after every step, thousands of times.
 SURE = 3.0
 
@@ -45,12 +44,15 @@ class Verdict(StrEnum):
 
 
 def evidence(logs: Sequence[float]) -> Evidence:
-    """Return the mean of `logs`, at least one, each at most CLIP from their median."""
-    middle = median(logs)
-    clipped = [min(max(value, middle - CLIP), middle + CLIP) for value in logs]
+    """Return the mean of `logs`, at least one, each at most a LINK_CHANGE from their median.
+
+    A pause or an evaluation makes single steps far longer.
+    """
+    middle, reach = median(logs), math.log(LINK_CHANGE)
+    clipped = [min(max(value, middle - reach), middle + reach) for value in logs]
     mean = fmean(clipped)
-    squares = math.fsum((value - mean) ** 2 for value in clipped) + PRIOR_STEPS * PRIOR_SCATTER**2
-    return Evidence(mean, math.sqrt(squares / (len(logs) - 1 + PRIOR_STEPS) / len(logs)))
+    squares = math.fsum((value - mean) ** 2 for value in clipped) + FEW * PRIOR_SCATTER**2
+    return Evidence(mean, math.sqrt(squares / (len(logs) - 1 + FEW) / len(logs)))
 
 
 def verdict(slowdown: Evidence, limit: float, num_errors: float = SURE) -> Verdict:

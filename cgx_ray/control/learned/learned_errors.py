@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from cgx_ray.control.learned.compute_slowdown import ComputeSlowdown
 from cgx_ray.control.learned.measured import dense_shares
+from cgx_ray.control.network.changes import WINDOW_S
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Device, Option
 from cgx_ray.planner.candidates import CodecCost, CodecCosts
 from cgx_ray.planner.prediction import PlannedGroup, Prediction
@@ -16,9 +17,6 @@ from cgx_ray.planner.prediction import PlannedGroup, Prediction
 # Seconds after which an error that was not measured again is forgotten: what made an option slow may have passed. They
 # double with each plan that was slower than dense on the same network, since a trial costs slow steps.
 MEMORY_S = 600.0
-# Seconds before the notice of another network in which errors may have been learned from it: a change is noticed after
-# 2 to 5 s, a slow drift later.
-LATE_NOTICE_S = 15.0
 
 T = TypeVar("T")
 
@@ -129,8 +127,11 @@ class LearnedErrors:
 
 
 def undoable(learned: Iterable[tuple[float, T]], now_s: float) -> list[tuple[float, T]]:
-    """Return the (time, value) entries young enough to be dropped if the network has changed."""
-    return [one for one in learned if one[0] >= now_s - LATE_NOTICE_S]
+    """Return the (time, value) entries young enough to be dropped if the network has changed.
+
+    A change is noticed after 2 to 5 s, a slow drift later.
+    """
+    return [one for one in learned if one[0] >= now_s - WINDOW_S]
 
 
 def _counted_shares(groups: Sequence[PlannedGroup]) -> dict[Option, float]:

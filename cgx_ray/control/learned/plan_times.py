@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cgx_ray.control.learned.evidence import NUM_NEWEST
-from cgx_ray.control.learned.learned_errors import LATE_NOTICE_S, MEMORY_S
-from cgx_ray.control.network.changes import is_other_latency
-from cgx_ray.control.network.estimate import NOISE, SURE_FACTOR
+from cgx_ray.control.learned.evidence import MAX_STEPS
+from cgx_ray.control.learned.learned_errors import MEMORY_S
+from cgx_ray.control.network.changes import WINDOW_S, is_other_latency
+from cgx_ray.control.network.estimate import NOISE
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.prediction import Measured, PlannedGroup
 
@@ -31,8 +31,7 @@ class _Ran(NamedTuple):
         link = measured.network.between
         return (
             not is_other_latency(self.link.alpha_s, link.alpha_s)
-            # Sure estimates of the same link differ by less.
-            and 1 / SURE_FACTOR < self.link.beta_s_per_byte / link.beta_s_per_byte < SURE_FACTOR
+            and 1 / NOISE < self.link.beta_s_per_byte / link.beta_s_per_byte < NOISE
             and 1 / NOISE < self.compute_s / measured.compute_s < NOISE
         )
 
@@ -60,7 +59,7 @@ class PlanTimes:
         link = measured.network.between
         self._ran.pop(tuple(groups), None)
         self._ran[tuple(groups)] = _Ran(exposed_s, compute_slowdown, now_s, link, measured.compute_s)
-        self._ran = dict([*self._ran.items()][-NUM_NEWEST:])
+        self._ran = dict([*self._ran.items()][-MAX_STEPS:])
 
     def on(self, measured: Measured, now_s: float) -> dict[Groups, float]:
         """Return the seconds of a step of each plan that ran in the last MEMORY_S under conditions like `measured`."""
@@ -72,4 +71,4 @@ class PlanTimes:
 
     def undo(self, now_s: float) -> None:
         """Forget steps of the last seconds: another network may not have been noticed yet."""
-        self._ran = {groups: ran for groups, ran in self._ran.items() if ran.now_s < now_s - LATE_NOTICE_S}
+        self._ran = {groups: ran for groups, ran in self._ran.items() if ran.now_s < now_s - WINDOW_S}

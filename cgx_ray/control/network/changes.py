@@ -1,8 +1,8 @@
 """Detectors that separate a change from noise: CUSUM (Page 1954) on logarithms, with evidence counted in seconds.
 
-Each second adds log(value / level) - DRIFT to the evidence for a rise, and the same with the other sign for a fall;
-evidence never falls below 0. An alarm is raised when it reaches ALARM. A change by 2x adds log 2 - log 1.2 = 0.51 per
-second, so it is noticed after 2.1 s, and one of 2 s is not.
+Each second adds log(value / level) - log(NOISE) to the evidence for a rise, and the same with the other sign for a
+fall; evidence never falls below 0. A ratio counts as at most OBVIOUS. An alarm is raised when the evidence reaches
+ALARM. A change by 2x adds log 2 - log 1.2 = 0.51 per second, so it is noticed after 2.1 s, and one of 2 s is not.
 """
 
 from __future__ import annotations
@@ -10,27 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from cgx_ray.control.network.estimate import NOISE, WORK_S
+from cgx_ray.control.network.estimate import NOISE, OBVIOUS, WORK_S
 from cgx_ray.planner.cost import Link
 
-# Ratio of two bandwidths. Larger than the spread of an estimate that is sure (1.15x), so noise is no change.
+# Ratio of two bandwidths, or of two latencies that differ by more than WORK_S. Larger than the spread of an estimate
+# that is sure (NOISE), so noise is no change.
 LINK_CHANGE = 1.5
-# Ratio of two latencies. Larger than for bandwidths, since busy processors add to latencies.
-LATENCY_CHANGE = 2.0
-# Logarithm of the largest ratio to the level that adds no evidence.
-DRIFT = math.log(NOISE)
-# Logarithm of the largest ratio that counts in full. A huge deviation must still last for 1.1 s until ALARM.
-CLIP = math.log(3)
 # Evidence that raises an alarm, in units of logarithm times seconds: 2.1 s of a change by 2x.
 ALARM = 1.05
-# Seconds from which the first level is learned before anything can be a change.
-LEARN_S = 2.0
-# Seconds of steps that estimates and levels are made from. Long enough for quantiles, short enough to follow a drift.
+# Seconds in which values settle: the first level is learned before anything can be a change, and what has been so for
+# less may be on its way to something else.
+SETTLE_S = 2.0
+# Seconds of steps that estimates and levels are made from, and for which what was learned is undone if the network has
+# changed. Long enough for quantiles, short enough to follow a drift.
 WINDOW_S = 10.0
-# Largest number of seconds that one sample counts for, so that a single long step does not outweigh many others.
-MAX_SAMPLE_S = 3.0
-# Samples that an alarm needs at least, whatever they cover: one may always be an outlier.
-MIN_SAMPLES = 2
 
 
 def network_cause(old: Link, new: Link) -> str | None:
@@ -45,7 +38,7 @@ def network_cause(old: Link, new: Link) -> str | None:
 
 
 def is_other_latency(old_s: float, new_s: float) -> bool:
-    return abs(new_s - old_s) > WORK_S and not 1 / LATENCY_CHANGE < new_s / old_s < LATENCY_CHANGE
+    return abs(new_s - old_s) > WORK_S and not 1 / LINK_CHANGE < new_s / old_s < LINK_CHANGE
 
 
 def _verb(old: float, new: float) -> str:
@@ -63,36 +56,29 @@ class ChangeDetector:
     After an alarm the new level is the mean of the samples since the evidence began to grow.
     """
 
-    def __init__(self, alarm: float = ALARM, learn_s: float = LEARN_S) -> None:
-        """
-        alarm    evidence needed for a change
-        learn_s  seconds over which the first level is learned; the very first sample always sets it
-        """
-        self._alarm, self._learn_s = alarm, learn_s
+    def __init__(self) -> None:
         self._level: float | None = None
         self._seconds = 0.0
         self._up = _Evidence()
         self._down = _Evidence()
 
-    def add_sample(self, value: float, seconds: float, patience: float = 1.0) -> float | None:
+    def add_sample(self, value: float, seconds: float) -> float | None:
         """Add a sample; return the seconds since the level changed if that is now certain, else None.
-
-        patience  factor on the evidence that this sample needs for an alarm
 
         Raises ValueError if `value` is not a positive number.
         """
         if not 0 < value < math.inf:
             raise ValueError(f"value {value!r} has no logarithm; give a positive number")
-        log_value, seconds = math.log(value), min(seconds, MAX_SAMPLE_S)
-        if self._level is None or self._seconds < self._learn_s:
+        log_value = math.log(value)
+        if self._level is None or self._seconds < SETTLE_S:
             self._learn(log_value, seconds)
             return None
         for evidence, sign in ((self._up, 1), (self._down, -1)):
             has_grown = evidence.add_sample(sign * (log_value - self._level), log_value, seconds)
-            if has_grown and evidence.num_samples >= MIN_SAMPLES and evidence.amount >= patience * self._alarm:
+            if has_grown and evidence.amount >= ALARM:
                 since_s = evidence.seconds
                 # Some of these samples may be from before the change, so the level goes on learning.
-                self._level, self._seconds = evidence.sum / since_s, min(since_s, LEARN_S)
+                self._level, self._seconds = evidence.sum / since_s, min(since_s, SETTLE_S)
                 self._up, self._down = _Evidence(), _Evidence()
                 return since_s
         if not (self._up.seconds or self._down.seconds):
@@ -110,42 +96,40 @@ class _Evidence:
 
     def __init__(self) -> None:
         self.amount = 0.0
-        self.num_samples = 0
         self.seconds = 0.0
         self.sum = 0.0
 
     def add_sample(self, deviation: float, log_value: float, seconds: float) -> bool:
-        """Add a sample; return whether there is more evidence than before."""
-        self.amount = max(0.0, self.amount + (min(deviation, CLIP) - DRIFT) * seconds)
+        """Add a sample; return whether there was evidence before and is more now, as one may always be an outlier."""
+        before = self.amount
+        self.amount = max(0.0, self.amount + (min(deviation, math.log(OBVIOUS)) - math.log(NOISE)) * seconds)
         if not self.amount:
-            self.num_samples, self.seconds, self.sum = 0, 0.0, 0.0
+            self.seconds, self.sum = 0.0, 0.0
             return False
-        self.num_samples += 1
         self.seconds += seconds
         self.sum += log_value * seconds
-        return deviation > DRIFT
+        return 0 < before < self.amount
 
 
 class SlowRanks:
-    """Ranks whose compute takes more than 1.2x the median for seconds; cleared after as many normal seconds."""
+    """Ranks whose compute takes more than 1.2x the median for SETTLE_S; cleared after as many normal seconds."""
 
     def __init__(self, world_size: int) -> None:
-        self._evidence = [0.0] * world_size
+        self._slow_s = [0.0] * world_size
         self.ranks: frozenset[int] = frozenset()
 
     def add_ratios(self, ratios: Mapping[int, float], seconds: float) -> bool:
         """Add compute times over their median by rank; return whether `ranks` has changed."""
         before = self.ranks
         for rank, ratio in ratios.items():
-            if ratio < NOISE and not self._evidence[rank]:
+            if ratio < NOISE and not self._slow_s[rank]:
                 # Nearly all ranks, nearly always: nothing changes.
                 continue
-            deviation = max(-CLIP, min(math.log(ratio), CLIP)) if ratio > 0 else -CLIP
-            step = (deviation - DRIFT) * min(seconds, MAX_SAMPLE_S)
-            self._evidence[rank] = min(ALARM, max(0.0, self._evidence[rank] + step))
-            if self._evidence[rank] >= ALARM:
+            self._slow_s[rank] += seconds if ratio >= NOISE else -seconds
+            self._slow_s[rank] = min(max(0.0, self._slow_s[rank]), SETTLE_S)
+            if self._slow_s[rank] == SETTLE_S:
                 self.ranks |= {rank}
-            elif self._evidence[rank] == 0:
+            elif self._slow_s[rank] == 0:
                 self.ranks -= {rank}
         return self.ranks != before
 

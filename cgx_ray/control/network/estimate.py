@@ -10,16 +10,14 @@ from dataclasses import dataclass
 
 # Fewest values whose median no single one decides: of steps, of rates, of links.
 FEW = 3
-# Largest ratio of two values of the same thing: usual noise and slow drift.
+# Largest ratio of two values of the same thing: usual noise and slow drift. An estimate with a wider spread says little
+# and calls for a probe. Bursts that fill a link of 100 or 200 Mbit/s have 1.04 to 1.09. On links of 1 and 2 Gbit/s that
+# two cores do not fill, their estimates are up to 20 % too low, with 1.12 to 1.25.
 NOISE = 1.2
+# Ratio that noise does not explain: a step that is longer by it is enough to look for another network.
+OBVIOUS = 3.0
 # Seconds that a busy processor may add to a message. Shorter exchanges say little about the network.
 WORK_S = 1e-3
-# Largest ratio of a spread's ends with which an estimate counts as known. A wider spread says little and calls for a
-# probe. Bursts that fill a link of 100 or 200 Mbit/s have 1.04 to 1.09. On links of 1 and 2 Gbit/s that two cores do
-# not fill, their estimates are up to 20 % too low, with 1.12 to 1.25.
-SURE_FACTOR = 1.15
-# Least ratio of the ends of a spread that must not count as known.
-NOT_SURE_FACTOR = 1.01 * SURE_FACTOR
 # Standard deviations on either side of the mean that hold 95 % of a normal distribution.
 Z_95 = 1.96
 
@@ -41,7 +39,7 @@ class Estimate:
 
     @property
     def is_sure(self) -> bool:
-        return 0 < self.high <= SURE_FACTOR * self.low
+        return 0 < self.high <= NOISE * self.low
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:

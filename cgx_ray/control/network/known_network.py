@@ -4,11 +4,11 @@ Messages and probes are combined as follows:
 
 1. Latency is the shorter of the two, since full links and busy processors can only add to it. After a change, the
    probed latencies count again when all nodes have measured again.
-2. Bandwidth is that of the messages. Where it is not sure, probed bandwidths replace it until they are RATE_HOLDS_S old
-   or the network changes. A node's sending rate is the highest it reached to any node: on one path the other end may be
-   the slow one. The same for receiving. The upper median counts, of sending or of receiving, whichever is slower: a
-   probe shares the link with the training, which makes it slower more often than faster. So what the node's card
-   carried meanwhile counts if that was more; what other programs usually take does not. Where all ranks send more
+2. Bandwidth is that of the messages. Where it is not sure, probed bandwidths replace it until they are PROBE_HOLDS_S
+   old or the network changes. A node's sending rate is the highest it reached to any node: on one path the other end
+   may be the slow one. The same for receiving. The upper median counts, of sending or of receiving, whichever is
+   slower: a probe shares the link with the training, which makes it slower more often than faster. So what the node's
+   card carried meanwhile counts if that was more; what other programs usually take does not. Where all ranks send more
    slowly than they receive, the messages are not sure: all uplinks may be slower than all downlinks, as in clouds that
    limit what a machine sends, and then a rank receives from several others more than each can send. Nodes of one rank
    each show this, from three nodes on.
@@ -32,28 +32,20 @@ from collections.abc import Collection, Mapping
 from statistics import median, median_high
 from typing import TypeVar
 
+from cgx_ray.control.learned.measured import DEFAULT_INSIDE
 from cgx_ray.control.network.changes import LINK_CHANGE, is_other_latency
-from cgx_ray.control.network.estimate import FEW, Estimate
+from cgx_ray.control.network.estimate import FEW, NOISE, Estimate
 from cgx_ray.control.network.link_estimate import PassiveLink
 from cgx_ray.control.network.rate_ceiling import RateCeiling
 from cgx_ray.control.network.rate_estimates import slowest_rate
-from cgx_ray.control.network.topology import SLOW_SHARE, K, SilentNodes, slow_links
+from cgx_ray.control.network.topology import K, SilentNodes, slow_links
 from cgx_ray.control.network.traffic import StepTraffic
 from cgx_ray.monitors.probe_schedule import BUDGET_S, ProbeSchedule
 from cgx_ray.monitors.sample import NodeSample
 
-# Seconds for which a node's reported latencies count if it reports no more. Agents report every second, so after two
-# minutes the node is gone.
-PROBE_HOLDS_S = 2 * BUDGET_S
-# Seconds for which a probed rate counts. While messages are not sure, every node has sent and received within three
-# minutes if the number of nodes is even, within five if it is odd.
-RATE_HOLDS_S = 5.5 * BUDGET_S
-# Ratio of the median rates at which ranks send and receive, under which senders are slower, and from which both are
-# alike again. With uplinks of half the downlinks' rate it was 0.76 to 0.82, on other networks 0.93 or more.
-SENDERS_SLOWER, SENDERS_ALIKE = 0.85, 0.95
-# One-way latency in seconds before any was measured, and between workers of one host, where no probe runs: a loopback
-# round trip.
-DEFAULT_LATENCY_S = 50e-6
+# Seconds for which a probed rate counts, and latencies of a node that reports no more. While messages are not sure,
+# every node has sent and received within three minutes if the number of nodes is even, within five if it is odd.
+PROBE_HOLDS_S = 5.5 * BUDGET_S
 T = TypeVar("T")
 
 
@@ -100,13 +92,14 @@ class NodeLatencies:
 class KnownNetwork:
     """The current estimates. Pure: all times are by the caller's clock.
 
-    probed_s        one-way latency by probes; DEFAULT_LATENCY_S before the first one
+    probed_s        one-way latency by probes; that of DEFAULT_INSIDE before the first one, and between workers of one
+                    host, where no probe runs
     num_changes     number of times that the network has changed
     num_impossible  rates so far that were dropped, as no link could have had them
     """
 
     def __init__(self) -> None:
-        self.probed_s = DEFAULT_LATENCY_S
+        self.probed_s = DEFAULT_INSIDE.alpha_s
         self.num_changes = 0
         self._link = PassiveLink()
         self._ceiling = RateCeiling()
@@ -117,11 +110,8 @@ class KnownNetwork:
         # By path (source node, target node), the time of the probe, and the rates at which the one's link sent and the
         # other's received.
         self._probed_rates: dict[tuple[str, str], tuple[float, tuple[float, float]]] = {}
-        # Whether ranks send more slowly than they receive.
-        self._sends_slower = False
-        # What other programs take of each node's link, and what its cards carry, infinite if it is unknown.
+        # What other programs take of each node's link, infinite if it is unknown.
         self._neighbours: dict[str, float] = {}
-        self._carried: dict[str, float] = {}
         self._ranks: dict[str, set[int]] = defaultdict(set)
         self._reported_s: dict[str, Mapping[str, float]] = {}
         # Latencies that were reported before the last change, by node, until the node has measured all of them again.
@@ -142,7 +132,6 @@ class KnownNetwork:
         self._ranks[sample.node_id].update(ranks)
         neighbour = sample.host.neighbour_bytes_per_s
         self._neighbours[sample.node_id] = math.inf if neighbour is None else neighbour
-        self._carried[sample.node_id] = max(sample.host.sent_bytes_per_s, sample.host.received_bytes_per_s) or math.inf
         for other, found in sample.bandwidth.items():
             cards = (found.sent, sample.node_id), (found.received, other)
             sent, received = (
@@ -164,7 +153,7 @@ class KnownNetwork:
         if now_s < self._expired_s + 1:
             return
         self._expired_s = now_s
-        self._probed_rates = _newer(self._probed_rates, now_s - RATE_HOLDS_S)
+        self._probed_rates = _newer(self._probed_rates, now_s - PROBE_HOLDS_S)
         self._latencies.forget_before(now_s - PROBE_HOLDS_S)
 
     def _add_latencies(self, sample: NodeSample, now_s: float) -> None:
@@ -188,11 +177,9 @@ class KnownNetwork:
         num_changes = self._link.num_changes
         node_of = {rank: node for node, ranks in self._ranks.items() for rank in ranks}
         probed = max((max(rates) for _, rates in self._probed_rates.values()), default=None)
-        carried = max(self._carried.values(), default=math.inf)
         possible = self._ceiling.possible(traffic, node_of, probed)
         if not (is_far_slower and self._link.restart_if_slower(possible, self.probed_s)):
-            self._link.add_traffic(possible, self.probed_s, carried)
-        self._sends_slower = self._compare_senders()
+            self._link.add_traffic(possible, self.probed_s)
         if self._link.num_changes > num_changes:
             self.num_changes += self._link.num_changes - num_changes
             self._probed_rates.clear()
@@ -200,14 +187,18 @@ class KnownNetwork:
             self._outdated_s = {node: reported for node, reported in self._reported_s.items() if reported}
             self._changed_at_s = now_s
 
-    def _compare_senders(self) -> bool:
-        """Return whether ranks send more slowly than they receive. Ranks that share a node's link do not show it."""
+    @property
+    def _sends_slower(self) -> bool:
+        """True if ranks send more slowly than they receive. Ranks that share a node's link do not show it.
+
+        With uplinks of half the downlinks' rate, the ratio of both was 0.76 to 0.82, on other networks 0.93 or more.
+        """
         sent, messages = self._link.usual_sent, self._link.bandwidth
         if sent is None or messages is None or self._link.slow or len(self._ranks) < FEW:
             return False
         if any(len(ranks) > 1 for ranks in self._ranks.values()):
             return False
-        return sent < (SENDERS_ALIKE if self._sends_slower else SENDERS_SLOWER) * messages.value
+        return NOISE * sent < messages.value
 
     def next_probe(self, node_id: str, now_s: float) -> str | None:
         """Return the node that `node_id` shall probe now; None if messages suffice or it is not its turn."""
@@ -280,7 +271,7 @@ class KnownNetwork:
         shown = {"from": self._link.sent, "to": self._link.received}
 
         def is_faster(end: str, node: str, rate: float) -> bool:
-            return any(SLOW_SHARE * shown[end].get(rank, 0.0) > rate for rank in self._ranks.get(node, ()))
+            return any(shown[end].get(rank, 0.0) > LINK_CHANGE * rate for rank in self._ranks.get(node, ()))
 
         ends = _by_end(links).values()
         # Few links are compared with those of the other end too.
@@ -297,7 +288,7 @@ class KnownNetwork:
         probed, faster = self._probed_links, set[int]()
         for node, ranks in self._ranks.items():
             shown = min(probed.get(("from", node), 0.0), probed.get(("to", node), 0.0))
-            faster |= {rank for rank in ranks if SLOW_SHARE * shown > slow.get(rank, math.inf)}
+            faster |= {rank for rank in ranks if shown > LINK_CHANGE * slow.get(rank, math.inf)}
         return not slow.keys() <= faster
 
     @property

@@ -13,23 +13,20 @@ observations: high quantiles of rates, low quantiles of times. The observations 
 
 The estimates over a window of ten seconds:
 
-1. Latency is half of the 0.1 quantile of a pair's round trips, and then the median over the pairs whose ranks are not
+1. Latency is half of the 0.15 quantile of a pair's round trips, and then the median over the pairs whose ranks are not
    near each other (`topology.clusters`).
-2. Bandwidth is the 0.85 quantile of each rank's burst rates, by time. It is sure if that is within SURE_FACTOR of the
-   median burst. Without bursts it is fitted to exchanges of different sizes. If all groups have similar sizes, or if
-   messages go over the mesh, it is the rate of the exchanges after the latency is subtracted. `rate_estimates` has
-   these three estimators. If none is sure, the last bandwidth that bursts were sure of since the last change stands:
-   short messages do not fill the link, and what they seem to show is up to 10x too slow or too fast.
-3. A rank whose link has less than 0.6 of the median rate, sending or receiving, is slow. Then the bandwidth is the
-   slowest of these ranks', since the others wait for it. Ranks without bursts keep their last rate
-   (`link_rates`).
+2. Bandwidth is the 0.85 quantile of each rank's burst rates, by time. It is sure if that is within NOISE of the median
+   burst. Without bursts it is the rate of the exchanges after the latency is subtracted. `rate_estimates` has both
+   estimators. If neither is sure, the last bandwidth that bursts were sure of since the last change stands: short
+   messages do not fill the link, and what they seem to show is up to 10x too slow or too fast.
+3. A rank whose link has less than two thirds of the median rate, sending or receiving, is slow. Then the bandwidth is
+   the slowest of these ranks', since the others wait for it. Ranks without bursts keep their last rate (`link_rates`).
 
 One step is enough if it took several times as long as those before and its messages show why (`restart_if_slower`).
 Otherwise a CUSUM test (`changes.ChangeDetector`) watches these quantities, and needs two steps. After a change all
-observations older than the change are dropped. A rate or a latency that changes by 2x is noticed after 1.1 s. While a
-node's cards carry more than the bursts show, as with several ranks or beside another program, another rate needs 2.1 s:
-so a neighbour's burst of 2 s that fills the link is not a change. Exchanges show a change only while there are no
-bursts, after 2.1 s. On the mesh only what TURN_S per hop does not explain counts.
+observations older than the change are dropped. A change by 2x is noticed after 2.1 s, so a neighbour's burst of 2 s
+that fills the link is none. Exchanges show a change only while there are no bursts. On the mesh only what TURN_S per
+hop does not explain counts.
 
 Bandwidth counts payload, which is 95.6 % of the rate of 1500-byte frames. Where all uplinks are slower than all
 downlinks, a receiver observes more than the senders can sustain (`KnownNetwork`).
@@ -37,20 +34,18 @@ downlinks, a receiver observes more than the senders can sustain (`KnownNetwork`
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
-from cgx_ray.control.network.changes import ALARM, MIN_SAMPLES, WINDOW_S, ChangeDetector
-from cgx_ray.control.network.estimate import FEW, NOISE, NOT_SURE_FACTOR, Estimate, quantile, quantile_interval
+from cgx_ray.control.network.changes import LINK_CHANGE, WINDOW_S, ChangeDetector
+from cgx_ray.control.network.estimate import FEW, NOISE, WORK_S, Estimate, quantile, quantile_interval
 from cgx_ray.control.network.rate_estimates import (
+    FAST_RATE,
     estimate_at_latency,
     estimate_from_bursts,
-    fit_exchanges,
     link_rates,
     slowest_rate,
 )
@@ -59,26 +54,10 @@ from cgx_ray.control.network.traffic import StepTraffic, gather_rates
 
 # Seconds between two estimates: with many ranks an estimate takes milliseconds.
 REFRESH_S = 0.5
-# Quantile of round trips that stands for the idle network; the very shortest may be an artefact of time stamps.
-FAST_TIME = 0.1
 # Seconds without any burst after which a change of the exchanges counts: shorter ones lie between two bursts.
 QUIET_S = 0.5
-# Ratio of the link's rate before to that in a far slower step, or of latencies, from which the link is to blame.
-OBVIOUS = 2.0
-# Seconds added to latencies before they are watched: changes below it come from processors, not from the network.
-LATENCY_FLOOR_S = 5e-4
 # Seconds per hop that a rank may wait for a processor, where ranks share them: a turn or two of the scheduler.
 TURN_S = 5e-3
-# Ratio of bytes and of hops up to which exchanges of two plans are compared; on the mesh it is NOISE.
-ALIKE = 2.0
-# Evidence for another latency, and for another rate of the bursts while no card carries more than NOISE times the rate
-# that bursts show: 1.1 s of a change by 2x.
-QUICK_ALARM = 0.55
-# Factor on it while one does.
-SHARED_PATIENCE = ALARM / QUICK_ALARM
-# Evidence for another ratio of the slowest link to the usual one. Higher than for rates, since a neighbour's burst, and
-# the queues it leaves, slow one link for longer than all links together.
-SLOW_ALARM = 2.0
 
 
 class LinkRates:
@@ -124,7 +103,6 @@ class _Watched(NamedTuple):
     detector: ChangeDetector
     value: float
     seconds: float
-    patience: float = 1.0
 
 
 class PassiveLink:
@@ -146,10 +124,9 @@ class PassiveLink:
         self.num_changes = 0
         self._window: deque[StepTraffic] = deque()
         self._detectors = _new_detectors()
-        # By bytes and hops of a step's largest exchange: only rates of exchanges that are alike are compared.
-        self._exchange_detectors: dict[tuple[float, float], ChangeDetector] = {}
-        # Whether ranks greet each other, as they do on the mesh.
-        self._has_mesh = False
+        # By whether ranks greeted each other, as they do on the mesh, and bytes and hops of a step's largest exchange:
+        # only rates of exchanges that are alike are compared.
+        self._exchange_detectors: dict[tuple[bool, float, float], ChangeDetector] = {}
         self._unwatched: list[StepTraffic] = []
         self._quiet_s = QUIET_S
         self._down, self._up = LinkRates(), LinkRates()
@@ -159,19 +136,18 @@ class PassiveLink:
         self._far: frozenset[tuple[int, int]] = frozenset()
         self._estimate_age_s = 0.0
 
-    def add_traffic(self, traffic: StepTraffic, probed_latency_s: float, carried: float = math.inf) -> None:
+    def add_traffic(self, traffic: StepTraffic, probed_latency_s: float) -> None:
         """Add a step. If the network has changed, forget the steps before the change.
 
         probed_latency_s  one way, used if there are no round trips
-        carried           bytes per second through the cards of the busiest node, infinite if unknown
         """
         self._window.append(traffic)
         self._trim(WINDOW_S, FEW)
         self._estimate_age_s += traffic.seconds
         latency_s = self._latency_or(probed_latency_s)
-        watched = self._watched_latency(traffic) + self._watched_bursts(traffic, carried)
+        watched = self._watched_latency(traffic) + self._watched_bursts(traffic)
         exchanges = self._watched_exchanges(traffic, latency_s)
-        found = [one.detector.add_sample(one.value, one.seconds, one.patience) for one in watched + exchanges]
+        found = [one.detector.add_sample(one.value, one.seconds) for one in watched + exchanges]
         # The exchanges' level is learned all the time, so that a change is known when bursts end.
         changed_s = [since_s for since_s in found[: None if self._is_quiet else len(watched)] if since_s is not None]
         if changed_s:
@@ -191,9 +167,9 @@ class PassiveLink:
         latency_s = self._latency_or(probed_latency_s)
         exchanges = estimate_at_latency(latency_s, [traffic.exchanges]) if not traffic.round_trip_s else None
         rates = link_rates(later, {})[0].values() or ([exchanges.value] if exchanges is not None else [])
-        is_slower = self.bandwidth is not None and bool(rates) and median(rates) * OBVIOUS <= self.bandwidth.value
+        is_slower = self.bandwidth is not None and bool(rates) and median(rates) * LINK_CHANGE <= self.bandwidth.value
         late_s = min(self._floored_latency(traffic) or 0.0, self._last_latency_s or 0.0)
-        is_later = late_s >= OBVIOUS * (latency_s + LATENCY_FLOOR_S)
+        is_later = late_s >= LINK_CHANGE * (latency_s + WORK_S)
         if not (is_slower or is_later):
             return False
         self._detectors = _new_detectors()
@@ -228,11 +204,14 @@ class PassiveLink:
         self._estimate_age_s = REFRESH_S
 
     def _floored_latency(self, traffic: StepTraffic) -> float | None:
-        """Return the latency that the round trips of far ranks show, plus LATENCY_FLOOR_S; None without round trips."""
+        """Return the latency that the round trips of far ranks show, plus WORK_S; None without round trips.
+
+        Changes below it come from processors, not from the network.
+        """
         if not traffic.round_trip_s:
             return None
         trips = [trip for pair, trip in traffic.round_trip_s.items() if pair in self._far]
-        return quantile(trips or list(traffic.round_trip_s.values()), FAST_TIME) / 2 + LATENCY_FLOOR_S
+        return quantile(trips or list(traffic.round_trip_s.values()), 1 - FAST_RATE) / 2 + WORK_S
 
     def _watched_latency(self, traffic: StepTraffic) -> list[_Watched]:
         """Return what the round trips show, if there are any."""
@@ -244,15 +223,15 @@ class PassiveLink:
         self._last_latency_s = value
         return [_Watched(self._detectors["latency"], watched, traffic.seconds)] if watched is not None else []
 
-    def _watched_bursts(self, traffic: StepTraffic, carried: float) -> list[_Watched]:
-        """Return the usual rate and the slowest link's share of it. `carried`: as in `add_traffic`."""
+    def _watched_bursts(self, traffic: StepTraffic) -> list[_Watched]:
+        """Return the usual rate and the slowest link's share of it."""
         self._quiet_s = 0.0 if any(traffic.bursts.values()) else self._quiet_s + traffic.seconds
         # Steps with few bursts are collected until there are enough.
         self._unwatched.append(traffic)
         bursts, pairs = gather_rates(self._unwatched)
         new_down, new_up = link_rates(bursts, pairs)
         is_faster = self._are_faster(new_down)
-        if sum(map(len, bursts.values())) < MIN_SAMPLES and not is_faster:
+        if sum(map(len, bursts.values())) < FEW and not is_faster:
             if self._is_quiet:
                 self._unwatched.clear()
             return []
@@ -264,10 +243,8 @@ class PassiveLink:
         slowest = slowest_rate(middle, {**slow_links(up), **slow_links(down)})
         seconds = _seconds(self._unwatched)
         self._unwatched.clear()
-        usual = median(new_down.values())
-        patience = SHARED_PATIENCE if carried > NOISE * usual else 1.0
         return [
-            _Watched(self._detectors["bursts"], usual, seconds, patience),
+            _Watched(self._detectors["bursts"], median(new_down.values()), seconds),
             _Watched(self._detectors["slowest"], slowest / middle, seconds),
         ]
 
@@ -282,12 +259,10 @@ class PassiveLink:
         if not traffic.exchanges:
             return []
         largest, hops = max((one.num_bytes, one.hops) for one in traffic.exchanges)
-        if traffic.round_trip_s and not self._has_mesh:
-            self._has_mesh = True
-            self._exchange_detectors.clear()
         # On the mesh each hop may wait for a processor, which is no change of the network. With that, rates depend on
         # the size.
-        turn_s, ratio = (TURN_S, NOISE) if self._has_mesh else (0.0, ALIKE)
+        has_mesh = bool(traffic.round_trip_s)
+        turn_s = TURN_S if has_mesh else 0.0
         # The fastest single exchange counts: processors are rarely busy during all of them.
         counted = [
             [replace(one, seconds=one.seconds + turn_s * one.hops)]
@@ -298,11 +273,12 @@ class PassiveLink:
         if rate is None:
             return []
         # A plan may change while evidence gathers, so the detectors of plans that are not in force are kept.
-        key = largest, hops
+        key = has_mesh, largest, hops
         alike = (
             other
             for other in self._exchange_detectors
-            if all(a < ratio * b and b < ratio * a for a, b in zip(other, key, strict=True))
+            if other[0] == has_mesh
+            and all(a < NOISE * b and b < NOISE * a for a, b in zip(other[1:], key[1:], strict=True))
         )
         detector = self._exchange_detectors.setdefault(next(alike, key), ChangeDetector())
         return [_Watched(detector, rate.value, traffic.seconds)]
@@ -319,7 +295,7 @@ class PassiveLink:
         for step in self._window:
             for pair, seconds in step.round_trip_s.items():
                 trips[pair].append(seconds)
-        fast = {pair: quantile_interval(times, FAST_TIME) for pair, times in trips.items()}
+        fast = {pair: quantile_interval(times, 1 - FAST_RATE) for pair, times in trips.items()}
         near = clusters({pair: trip[1] for pair, trip in fast.items()})
         cluster_of = {rank: index for index, cluster in enumerate(near) for rank in cluster}
         self._far = frozenset(pair for pair in fast if cluster_of[pair[0]] != cluster_of[pair[1]])
@@ -332,12 +308,8 @@ class PassiveLink:
         self.slow = {**self._up.slow, **self._down.slow}
         latency_s = self._latency_or(probed_latency_s)
         steps = [step.exchanges for step in self._window]
-        found = (
-            estimate_from_bursts(bursts, pairs, self._down.all, self.slow)
-            # The mesh pushes messages, and those that were already there would make the slope of sizes too small.
-            or (None if trips else fit_exchanges(list(itertools.chain(*steps))))
-            or estimate_at_latency(latency_s, steps, is_pushed=bool(trips))
-        )
+        found = estimate_from_bursts(bursts, pairs, self._down.all, self.slow)
+        found = found or estimate_at_latency(latency_s, steps, is_pushed=bool(trips))
         if found is not None and found.is_sure and found.source == "bursts":
             self._known = found
         elif found is not None and self._known is not None:
@@ -348,11 +320,7 @@ class PassiveLink:
 
 
 def _new_detectors() -> dict[str, ChangeDetector]:
-    return {
-        "latency": ChangeDetector(alarm=QUICK_ALARM),
-        "bursts": ChangeDetector(alarm=QUICK_ALARM),
-        "slowest": ChangeDetector(alarm=SLOW_ALARM),
-    }
+    return {name: ChangeDetector() for name in ("latency", "bursts", "slowest")}
 
 
 def _seconds(steps: Iterable[StepTraffic]) -> float:
@@ -361,7 +329,7 @@ def _seconds(steps: Iterable[StepTraffic]) -> float:
 
 def _not_sure(known: Estimate, found: Estimate) -> Estimate:
     """Return what was known, with a spread that also holds what was `found`, and that is too wide to be sure."""
-    high = max(known.high, found.high, NOT_SURE_FACTOR * known.low)
+    high = max(known.high, found.high, LINK_CHANGE * known.low)
     return replace(known, low=min(known.low, found.low), high=high)
 
 

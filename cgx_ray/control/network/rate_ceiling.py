@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from cgx_ray.control.network.estimate import SURE_FACTOR
+from cgx_ray.control.network.estimate import NOISE
 from cgx_ray.control.network.traffic import StepTraffic
 from cgx_ray.monitors.sample import Burst, HostLoad
 
@@ -41,13 +41,13 @@ class RateCeiling:
         node_of  node by rank
         probed   highest rate of the probes since the last change, bytes per second; None without any
         """
-        card = {rank: SURE_FACTOR * self._card(node_of.get(rank)) for rank in traffic.bursts}
+        card = {rank: NOISE * self._card(node_of.get(rank)) for rank in traffic.bursts}
         bursts = {
             rank: found if card[rank] == math.inf else [burst for burst in found if burst.rate <= card[rank]]
             for rank, found in traffic.bursts.items()
         }
         if probed is not None:
-            bursts = _under(bursts, SURE_FACTOR * probed)
+            bursts = _under(bursts, NOISE * probed)
         num_dropped = _count(traffic.bursts) - _count(bursts)
         self.num_dropped += num_dropped
         return replace(traffic, bursts=bursts) if num_dropped else traffic

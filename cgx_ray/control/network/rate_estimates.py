@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 
+from cgx_ray.control.network.changes import LINK_CHANGE
 from cgx_ray.control.network.estimate import (
     FEW,
-    NOT_SURE_FACTOR,
-    SURE_FACTOR,
     WORK_S,
-    Z_95,
     Estimate,
     quantile,
     quantile_interval,
@@ -27,20 +23,12 @@ from cgx_ray.monitors.sample import Burst
 # tells the link; the very fastest bursts are artefacts of late time stamps. Bursts count by their length: a late stamp
 # changes a short one most.
 FAST_RATE = 0.85
-# Fewer bursts than this give no estimate: a quantile needs a few values.
-MIN_BURSTS = 4
+# Fewer bursts than this may be fast or slow by chance, so the estimate is not sure, whatever their scatter.
+MIN_SURE_BURSTS = 12
 # Beside a slow sender, a rank is not slow itself if others reach it at this share of the rate at which they reach the
 # rest. Through a downlink of a quarter of the rate, single messages came at up to 0.67; ranks that only waited were
 # reached at 0.76 or more.
 REACHED_SHARE = 0.72
-# Fewer bursts than this may be fast or slow by chance, so the estimate is not sure, whatever their scatter.
-MIN_SURE_BURSTS = 12
-# Two groups whose bytes per hop differ by this factor separate bandwidth from latency.
-SIZE_FACTOR = 4.0
-# Fastest exchanges of each size that are fitted, at most a third of them: the others contain delays by processors.
-FITTED_PER_SIZE = 5
-# Seconds per byte that processors need to encode or copy. A link that looks about as fast may be faster.
-BYTE_WORK_S = 2e-8
 # Least share of a measured time that is kept when latency is subtracted, so that the rest stays positive.
 MIN_LEFT = 0.1
 
@@ -95,7 +83,7 @@ def estimate_from_bursts(
     down: Mapping[int, float],
     slow: Mapping[int, float],
 ) -> Estimate | None:
-    """Return the bandwidth from bursts by rank, or None if there are fewer than MIN_BURSTS.
+    """Return the bandwidth from bursts by rank, or None if there are fewer than FEW.
 
     down  receiving rate by rank, of `link_rates`
     slow  rates of ranks with a slow link
@@ -105,7 +93,7 @@ def estimate_from_bursts(
     link is slow, only what came through that link says how sure its rate is.
     """
     rates = [burst.rate for found in bursts.values() for burst in found]
-    if len(rates) < MIN_BURSTS:
+    if len(rates) < FEW:
         return None
     if slow:
         slowest = min(slow, key=slow.__getitem__)
@@ -118,35 +106,6 @@ def estimate_from_bursts(
     value, chance = slowest_rate(median(down.values()), slow), 1 if len(rates) >= MIN_SURE_BURSTS else 2
     low = value * min(median(rates) / fast, 1) / chance
     return Estimate(value=value, low=low, high=value * chance * high / fast, source="bursts")
-
-
-def fit_exchanges(exchanges: Sequence[ObservedExchange]) -> Estimate | None:
-    """Return the bandwidth from groups of different sizes (Theil and Sen), or None if sizes are too similar or too few.
-
-    The model is seconds / hops = alpha + beta * bytes / hops. The estimate of beta is the median slope between pairs
-    whose bytes per hop differ by SIZE_FACTOR, so latency need not be known. Only the fastest exchanges of each size
-    count. The spread is the interval of Sen (1968). Its upper end subtracts BYTE_WORK_S per byte, so a rate that
-    processors could limit is not sure.
-    """
-    by_size: dict[float, list[float]] = defaultdict(list)
-    for one in exchanges:
-        if one.hops > 0 and one.num_bytes > 0:
-            by_size[one.num_bytes / one.hops].append(one.seconds / one.hops)
-    points = [(x, t) for x, times in by_size.items() for t in sorted(times)[: -(-len(times) // 3)][:FITTED_PER_SIZE]]
-    slopes = sorted(
-        (tb - ta) / (xb - xa)
-        for (xa, ta), (xb, tb) in itertools.combinations(sorted(points), 2)
-        if xb >= SIZE_FACTOR * xa
-    )
-    if not slopes:
-        return None
-    n = len(points)
-    # Half of the interval's width, as a fraction of the number of slopes.
-    reach = Z_95 * math.sqrt(n * (n - 1) * (2 * n + 5) / 18) / (n * (n - 1))
-    slow, beta, fast = (quantile(slopes, fraction) for fraction in (0.5 + reach, 0.5, 0.5 - reach))
-    if fast <= 0 or slow > SURE_FACTOR * fast:
-        return None
-    return Estimate(value=1 / beta, low=1 / slow, high=1 / max(fast - BYTE_WORK_S, MIN_LEFT * fast), source="fit")
 
 
 def estimate_at_latency(
@@ -175,5 +134,5 @@ def estimate_at_latency(
         return Estimate(value=usual[1], low=slow[0], high=fast[2], source="exchanges")
     low, value, _ = zip(*rates, strict=True)
     low_end = quantile_interval(low, 0.5)[0]
-    high_end = max(fast[2], NOT_SURE_FACTOR * low_end)
+    high_end = max(fast[2], LINK_CHANGE * low_end)
     return Estimate(value=median(value), low=low_end, high=high_end, source="exchanges")

@@ -1,4 +1,4 @@
-"""The links of the last minute, and whether they change too fast to follow."""
+"""The newest links, and whether they change too fast to follow."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import fmean
 
-from cgx_ray.control.network.changes import network_cause
+from cgx_ray.control.network.changes import SETTLE_S, network_cause
 from cgx_ray.planner.cost import Link
 
-# Seconds that are looked back.
-WINDOW_S = 60.0
-# Shortest stay that counts, in seconds and steps: estimates pass through other values after a change.
-MIN_STAY_S, MIN_STAY_STEPS = 2.0, 2
 # Mean seconds between changes below which the loop does not follow a link that goes back and forth: 2 to 5 seconds pass
 # until a change is noticed, and the plan for it is in force until the next change is.
 MIN_DWELL_S = 20.0
-# Changes of direction in the window from which a link goes back and forth. A drift has one at most.
+# Changes of direction from which a link goes back and forth. A drift has one at most.
 MIN_REVERSALS = 2
 # Message whose time shows which of two links is faster, bytes.
 _MESSAGE_BYTES = 1 << 20
@@ -28,31 +24,24 @@ _MESSAGE_BYTES = 1 << 20
 class _Stay:
     link: Link
     seconds: float = 0.0
-    num_steps: int = 0
-
-    @property
-    def is_short(self) -> bool:
-        return self.seconds < MIN_STAY_S or self.num_steps < MIN_STAY_STEPS
 
 
 class RecentLinks:
-    """Stays on one link each, the newest last."""
+    """The newest stays on one link each, as many as show MIN_REVERSALS."""
 
     def __init__(self) -> None:
-        self._stays: deque[_Stay] = deque()
+        # Newest last.
+        self._stays: deque[_Stay] = deque(maxlen=MIN_REVERSALS + 2)
 
     def add_link(self, link: Link, seconds: float) -> None:
         """Add a step of `seconds`, at whose end `link` was measured."""
-        if self._is_other(link) and self._stays and self._stays[-1].is_short:
-            # The stay before it may go on.
+        if self._is_other(link) and self._stays and self._stays[-1].seconds < SETTLE_S:
+            # Estimates pass through other values after a change. The stay before it may go on.
             self._stays.pop()
         if self._is_other(link):
             self._stays.append(_Stay(link))
         self._stays[-1].link = link
         self._stays[-1].seconds += seconds
-        self._stays[-1].num_steps += 1
-        while sum(stay.seconds for stay in self._stays) - self._stays[0].seconds > WINDOW_S:
-            self._stays.popleft()
 
     def _is_other(self, link: Link) -> bool:
         return not self._stays or network_cause(self._stays[-1].link, link) is not None
@@ -76,7 +65,7 @@ class RecentLinks:
         return self.dwell_s < MIN_DWELL_S
 
     def different(self) -> list[Link]:
-        """Return the different links of the last minute, the newest of each kind."""
+        """Return the different links among the newest stays, the newest of each kind."""
         found: list[Link] = []
         for stay in reversed(self._stays):
             if all(network_cause(link, stay.link) is not None for link in found):

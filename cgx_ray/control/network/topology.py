@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping
 from statistics import median
 from typing import TypeVar
 
-from cgx_ray.control.network.estimate import FEW
-
-# Ratio of round trips that separates two levels, such as host, switch and site: within a level they differ by less.
-NEAR_FACTOR = 3.0
-# Fraction of the median rate under which a link is slow. Links of one kind differ by less, half the rate is slow.
-SLOW_SHARE = 0.6
+from cgx_ray.control.network.changes import LINK_CHANGE
+from cgx_ray.control.network.estimate import FEW, OBVIOUS
 
 K = TypeVar("K", bound=Hashable)
 
 
-def clusters(round_trip_s: Mapping[tuple[int, int], float], factor: float = NEAR_FACTOR) -> list[list[int]]:
+def clusters(round_trip_s: Mapping[tuple[int, int], float]) -> list[list[int]]:
     """Return clusters of near ranks: single linkage on the logarithm of their round trips.
 
     round_trip_s  by pair (a, b), each pair once, in either order
 
-    Pairs are joined by ascending round trip, until the next round trip is `factor` or more times the longest one joined
-    so far. Without such a gap all ranks are in one cluster. Clusters and their ranks ascend.
+    Pairs are joined by ascending round trip, until the next round trip is OBVIOUS or more times the longest one joined
+    so far: it is of another level, such as host, switch or site. Without such a gap all ranks are in one cluster.
+    Clusters and their ranks ascend.
     """
     cluster_of = {rank: {rank} for pair in round_trip_s for rank in pair}
     reach: float | None = None
     for (a, b), seconds in sorted(round_trip_s.items(), key=lambda entry: entry[1]):
         if cluster_of[a] is cluster_of[b]:
             continue
-        if reach is not None and math.log(seconds / reach) >= math.log(factor):
+        if reach is not None and seconds >= OBVIOUS * reach:
             break
         reach = seconds
         cluster_of[a] |= cluster_of[b]
@@ -40,15 +36,15 @@ def clusters(round_trip_s: Mapping[tuple[int, int], float], factor: float = NEAR
     return sorted({id(cluster): sorted(cluster) for cluster in cluster_of.values()}.values())
 
 
-def slow_links(rate: Mapping[K, float], share: float = SLOW_SHARE) -> dict[K, float]:
-    """Return the links whose rate is under `share` of the median; none if there are fewer than FEW.
+def slow_links(rate: Mapping[K, float]) -> dict[K, float]:
+    """Return the links that are slower than the median by a LINK_CHANGE; none if there are fewer than FEW.
 
     rate  by rank, or by another key per link
     """
     if len(rate) < FEW:
         return {}
     usual = median(rate.values())
-    return {key: value for key, value in rate.items() if value < share * usual}
+    return {key: value for key, value in rate.items() if LINK_CHANGE * value < usual}
 
 
 class SilentNodes:

@@ -10,8 +10,8 @@ plan in force is scored with the same measurements, then:
 
 On a network that changes too fast to follow, a score is the mean over the recent states of the network.
 
-Gains are noisy, so options in force may keep a little less than `min_gain`, and others must keep a little more
-(GAIN_MARGIN).
+Gains are noisy, so options in force may have MIN_IMPROVEMENT more error than `min_gain` allows, and others must have as
+much less.
 
 Dense means the sums of plain DDP. Hierarchical dense sums are an option like any other. If a node has one rank, or all
 ranks share memory, hierarchical options equal flat ones, so the planner leaves them out.
@@ -40,7 +40,7 @@ from cgx_ray.control.policies.policy import (
 )
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Given, Option, Scheme, make_plan
-from cgx_ray.planner.candidates import codec_cost_of, offloaded
+from cgx_ray.planner.candidates import FREE, offloaded
 from cgx_ray.planner.fidelity import (
     PERIOD_LOSSES,
     USUAL_MIN_GAIN,
@@ -62,13 +62,6 @@ BY_HAND = (
     (CodecSpec.parse("qsgd:bits=4"), Scheme.SRA),
     (CodecSpec.parse("qsgd:bits=4"), Scheme.ALLGATHER),
 )
-# Share of the score by which such a plan must be better than the search's with one option: other groupings differ so.
-SAME_SCORE = 0.01
-# Calibration (before training) may overstate a codec's time by this factor.
-MAX_OVERSTATED = 300.0
-# An option in force may exceed the error that `min_gain` allows by this share; another one must stay below it by this
-# share. Mean gains scatter by about 0.02 around 0.8, which is a tenth of the error.
-GAIN_MARGIN = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +73,8 @@ class Adaptive(Policy):
     candidates  codecs that may be chosen, in place of those of a fidelity: text for `CodecSpec.parse`, over every
                 scheme that can carry it; or options, such as ("topk:density=0.01", "allgather"). Where a GPU holds the
                 gradients they may also be offloaded
-    min_gain    leaves out codecs whose gain is smaller, up to GAIN_MARGIN. For codecs without error feedback whose loss
-                was measured, dense's loss over theirs takes the place of the gain
+    min_gain    leaves out codecs whose gain is smaller, up to MIN_IMPROVEMENT of the error. For codecs without error
+                feedback whose loss was measured, dense's loss over theirs takes the place of the gain
     review_s    seconds after a decision until it is asked again without any other cause
     periods     steps between two exchanges that may be chosen besides 1 (`engine.period`), of those in
                 `planner.fidelity`. Default: those of the fidelity, and 1 with `candidates`
@@ -137,12 +130,12 @@ class Adaptive(Policy):
     @property
     def _least_gain(self) -> float:
         """Least gain of an option in force."""
-        return max(0.0, 1 - (1 + GAIN_MARGIN) * (1 - self.min_gain))
+        return max(0.0, 1 - (1 + MIN_IMPROVEMENT) * (1 - self.min_gain))
 
     @property
     def _enter_gain(self) -> float:
         """Least gain of other options."""
-        return 1 - (1 - GAIN_MARGIN) * (1 - self.min_gain)
+        return 1 - (1 - MIN_IMPROVEMENT) * (1 - self.min_gain)
 
     def decide(self, situation: Situation) -> Decision:
         cause, planner_input = situation.cause, situation.planner_input
@@ -221,7 +214,7 @@ class Adaptive(Policy):
         best = min((groups_of(plan, layers) for plan in plans), key=planner_input.score)
         small = {layer.name for layer in layers if layer.is_small}
         is_mixed = len({group.option for group in found.best.groups if not small.issuperset(group.layers)}) > 1
-        return _with_best(found, best, planner_input, promised=MIN_IMPROVEMENT if is_mixed else -SAME_SCORE)
+        return _with_best(found, best, planner_input, promised=MIN_IMPROVEMENT if is_mixed else -MIN_IMPROVEMENT)
 
     def recorded(self) -> dict[str, Any]:
         if type(self) is not Adaptive:
@@ -266,7 +259,7 @@ class Adaptive(Policy):
         """Return a codec that was never in use, if its calibrated times may be all that keeps a plan from replacing
         `kept`.
 
-        They may be MAX_OVERSTATED times too long. Those of a GPU are not: steps could not time it better.
+        They may be far too long. Those of a GPU are not: steps could not time it better.
         """
         planner_input, errors = situation.planner_input, situation.planner_input.errors
         measured = planner_input.now
@@ -275,9 +268,7 @@ class Adaptive(Policy):
         allowed = self._allowed(situation)
         codecs = {option.codec for option in allowed} - {NONE}
         untimed = {codec for codec in codecs if not errors.is_timed(str(codec))}
-        costs = dict(measured.codec_costs)
-        for codec in untimed:
-            costs[str(codec)] = codec_cost_of(costs, codec).slowed(1 / MAX_OVERSTATED)
+        costs = {**measured.codec_costs, **dict.fromkeys(map(str, untimed), FREE)}
         best = best_plan(replace(measured, codec_costs=costs), allowed, min_gain=self._least_gain).best
         if planner_input.score_of(best) >= planner_input.score_of(kept.predicted) * (1 - MIN_IMPROVEMENT):
             return None

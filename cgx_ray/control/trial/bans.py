@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from cgx_ray.control.learned.learned_errors import MEMORY_S
 from cgx_ray.plan import Option
-
-# Seconds for which an option is banned. They double with each further ban of the same option: a trial costs loss.
-BAN_S = 300.0
 
 
 class Bans:
-    """Bans of one worker group. An option stands for its hierarchical variants too."""
+    """Bans of one worker group. An option stands for its hierarchical variants too.
+
+    A ban lasts MEMORY_S, and twice as long with each further one of the same option: a trial costs loss.
+    """
 
     def __init__(self) -> None:
         self._until_s: dict[Option, float] = {}
@@ -26,4 +27,4 @@ class Bans:
         for option in {option.flat() for option in options}:
             num_bans = self._num_bans.get(option, 0)
             self._num_bans[option] = num_bans + 1
-            self._until_s[option] = now_s + BAN_S * 2**num_bans
+            self._until_s[option] = now_s + MEMORY_S * 2**num_bans

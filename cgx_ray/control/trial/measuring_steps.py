@@ -1,8 +1,8 @@
 """Measuring steps: a few under another plan, to measure dense again or to time a codec, before the next decision.
 
 Dense is measured again if the plan in force may be slower than dense and the steps so far do not show it. A codec that
-was never in use is timed if a plan with it would be the best one by far should its calibrated times be MAX_OVERSTATED
-times too long. Then one layer is sent with it, so a codec that is truly slow costs little.
+was never in use is timed if a plan with it would be better by MIN_IMPROVEMENT should it take no time. Then one layer is
+sent with it, so a codec that is truly slow costs little.
 """
 
 from __future__ import annotations
@@ -12,21 +12,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cgx_ray.control.learned.evidence import MAX_STEPS, Evidence, Verdict, verdict
-from cgx_ray.control.network.estimate import Z_95
+from cgx_ray.control.network.estimate import NOISE, Z_95
 from cgx_ray.control.policies.policy import MAX_SLOWDOWN, Decision, Policy, Situation
 from cgx_ray.control.trial.outcome import PlanRecord
 from cgx_ray.plan import CodecSpec, Option, Plan, preferred_scheme
 from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
 
-# Steps from which a plan that seems slower than dense is compared with dense. Fewer are often slow by chance.
-SUSPECT_STEPS = 8
 # Standard errors by which a plan must be over MAX_SLOWDOWN right after a comparison to be taken back. Less than
-# `evidence.SURE`: dense is what was promised, and costs little if the two are that near.
+# `evidence.SURE`: dense is what was promised, and costs little if the two are that near. Without any, plans are taken
+# back that are as fast as dense.
 COMPARED = 1.0
-# Largest ratio of a dense step to the plan's with which it is compared: a faster plan has nothing to prove.
-MAX_SPEEDUP = 1.5
-# Largest ratio of a step's time, by calibration, to the usual one while a codec is timed.
-MAX_TRIAL_SLOWDOWN = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +46,9 @@ def is_worth_comparing(slowdown: Evidence, dense: Evidence, num_steps: int) -> b
     num_steps  of the plan that are known
     """
     own_error = math.sqrt(max(slowdown.error**2 - dense.error**2, 0.0))
-    is_suspect = slowdown.mean > math.log(MAX_SLOWDOWN) and num_steps >= SUSPECT_STEPS
-    return (
-        verdict(slowdown, MAX_SLOWDOWN, Z_95) is Verdict.UNSURE
-        and (is_suspect or num_steps >= MAX_STEPS)
-        and slowdown.mean > -math.log(MAX_SPEEDUP)
-        # With dense known better than the plan, only more steps of the plan help.
-        and dense.error > own_error
-    )
+    is_unsure = verdict(slowdown, MAX_SLOWDOWN, Z_95) is Verdict.UNSURE
+    # With dense known better than the plan, only more steps of the plan help.
+    return is_unsure and num_steps >= MAX_STEPS and dense.error > own_error
 
 
 def codec_trial(policy: Policy, situation: Situation, kept: Decision) -> tuple[CodecSpec, Decision] | None:
@@ -80,7 +70,7 @@ def codec_trial(policy: Policy, situation: Situation, kept: Decision) -> tuple[C
 def trial_of(codec: CodecSpec, measured: Measured, current: Prediction) -> Prediction | None:
     """Return the step of `current` with one layer under `codec`, or None if all layers are too small to compress.
 
-    That is the largest layer that makes the step at most MAX_TRIAL_SLOWDOWN times as long by calibrated times, else the
+    That is the largest layer that makes the step at most NOISE times as long by calibrated times, else the
     smallest.
     """
     option = Option(codec=codec, scheme=preferred_scheme(codec))
@@ -89,7 +79,7 @@ def trial_of(codec: CodecSpec, measured: Measured, current: Prediction) -> Predi
     trial = None
     for layer in layers:
         trial = predict(measured, tuple(_with_layer(current.groups, measured, layer.name, option)))
-        if trial.step_s <= MAX_TRIAL_SLOWDOWN * current.step_s:
+        if trial.step_s <= NOISE * current.step_s:
             break
     return trial
 

@@ -8,7 +8,8 @@ from statistics import median
 from typing import NamedTuple
 
 from cgx_ray.control.joined_steps import JoinedStep
-from cgx_ray.control.learned.evidence import MAX_STEPS, MIN_STEPS
+from cgx_ray.control.learned.evidence import MAX_STEPS
+from cgx_ray.control.network.estimate import FEW
 from cgx_ray.control.policies.policy import Decision
 
 # Steps of a new plan that are not judged: the first one still allocates buffers.
@@ -63,7 +64,7 @@ class PendingOutcome:
     def add_step(self, step: JoinedStep) -> bool:
         """Add a step under the decision's plan; return whether there are enough steps to judge."""
         self._steps.append(step)
-        return len(self._steps) >= WARM_UP_STEPS + MIN_STEPS
+        return len(self._steps) >= WARM_UP_STEPS + FEW
 
     @property
     def applied_step(self) -> int:

@@ -12,12 +12,12 @@ from statistics import median
 from cgx_ray.control.gains.gain_watch import MIN_GAIN
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.learned.compute_slowdown import SideBySide
-from cgx_ray.control.learned.evidence import MAX_STEPS, MIN_STEPS, Evidence, evidence
+from cgx_ray.control.learned.evidence import MAX_STEPS, Evidence, evidence
 from cgx_ray.control.learned.learned_errors import LearnedErrors, undoable
 from cgx_ray.control.learned.measured import at_compute, is_dense, non_dense_options, timed_options
 from cgx_ray.control.learned.plan_times import PlanTimes
-from cgx_ray.control.network.changes import MIN_SAMPLES, network_cause
-from cgx_ray.control.network.estimate import NOISE
+from cgx_ray.control.network.changes import network_cause
+from cgx_ray.control.network.estimate import FEW, NOISE
 from cgx_ray.control.policies.policy import MIN_IMPROVEMENT
 from cgx_ray.control.trial.measuring_steps import is_worth_comparing
 from cgx_ray.control.trial.outcome import PairedStep, PlanRecord
@@ -26,9 +26,6 @@ from cgx_ray.planner.candidates import FREE, CodecCost, CodecCosts
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.prediction import Measured, groups_of, period_of, predict
 
-# Error of the model (standard deviation of a logarithm) without any dense step, and on another network than the one
-# that dense steps were measured on.
-UNKNOWN_ERROR = 0.2
 # Least seconds that a codec is taken to need: a clock cannot measure less.
 MIN_CODEC_S = 1e-7
 
@@ -56,11 +53,14 @@ class DenseBaseline:
         return self._link is not None and network_cause(self._link, link) is None
 
     def on(self, link: Link) -> Evidence:
-        """Return what is known of dense steps on `link`."""
+        """Return what is known of dense steps on `link`.
+
+        The model errs by NOISE without any dense step, and on another network than the one that they were measured on.
+        """
         if self._link is None:
-            return Evidence(0.0, UNKNOWN_ERROR)
+            return Evidence(0.0, math.log(NOISE))
         found = evidence(self._logs)
-        return found if network_cause(self._link, link) is None else found.also(UNKNOWN_ERROR)
+        return found if network_cause(self._link, link) is None else found.also(math.log(NOISE))
 
 
 class StepsBesidePredictions:
@@ -166,12 +166,12 @@ class StepsBesidePredictions:
         window = self.record.window
         alike = [*takewhile(lambda one: 1 / NOISE < one.step_s / window[-1].step_s < NOISE, reversed(window))]
         window.clear()
-        if len(alike) >= MIN_SAMPLES:
+        if len(alike) >= FEW:
             self._note_plan(alike, measured, now_s)
 
     def compute_changed(self) -> None:
         """Keep the newest steps only: those before had another compute."""
-        self.record.window = deque([*self.record.window][-MIN_STEPS:], maxlen=MAX_STEPS)
+        self.record.window = deque([*self.record.window][-FEW:], maxlen=MAX_STEPS)
 
     def _note_plan(self, steps: Iterable[PairedStep], measured: Measured, now_s: float) -> None:
         """Note how long `steps` took beyond their compute. `DenseBaseline` knows it of dense."""
@@ -203,7 +203,7 @@ class StepsBesidePredictions:
         """
         window = self.record.window
         # All plans are compared with dense, so a single dense step counts.
-        if len(window) < (1 if is_dense(self.plan) else MIN_STEPS):
+        if len(window) < (1 if is_dense(self.plan) else FEW):
             return []
         self.errors.forget_old(now_s)
         before = predict(measured, self._groups)
