@@ -44,12 +44,22 @@ class Task:
 
 
 def _mixed_precision(rank: int, device: str, folder: str) -> Any:
-    """With autocast and a GradScaler, whose first scale is so large that float16 may overflow."""
     task = Task(rank, device)
-    scaler = torch.amp.GradScaler(device, init_scale=2.0**24, growth_interval=1000)
     attachment = cgx_ray.attach(task.model, codec="topk:density=0.2", scheme="allgather")
+    losses = _train_scaled(task, device, STEPS + 16, _scaler(device))
+    attachment.close()
+    return task.outcome(losses)
+
+
+def _scaler(device: str) -> torch.amp.GradScaler:
+    """Return one whose first scale is so large that float16 may overflow."""
+    return torch.amp.GradScaler(device, init_scale=2.0**24, growth_interval=1000)
+
+
+def _train_scaled(task: Task, device: str, num_steps: int, scaler: torch.amp.GradScaler) -> list[Tensor]:
+    """Train with autocast; return the losses."""
     losses = []
-    for _ in range(STEPS + 16):
+    for _ in range(num_steps):
         task.optimizer.zero_grad()
         with torch.autocast(device, torch.float16 if device == "cuda" else torch.bfloat16):
             loss = task.loss()
@@ -57,8 +67,7 @@ def _mixed_precision(rank: int, device: str, folder: str) -> Any:
         scaler.step(task.optimizer)
         scaler.update()
         losses.append(loss.detach())
-    attachment.close()
-    return task.outcome(losses)
+    return losses
 
 
 def _bf16_weights(rank: int, device: str, folder: str) -> Any:
@@ -116,21 +125,13 @@ def _rounds(rank: int, device: str, folder: str) -> Any:
     """Ranks train alone for four steps at a time, with a GradScaler, and continue from a state amid that."""
     task = Task(rank, device)
     task.optimizer = torch.optim.AdamW(task.model.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler(device, init_scale=2.0**24, growth_interval=1000)
-    losses, state = [], None
+    scaler, losses, state = _scaler(device), [], None
     for num_steps in (STEPS_TOGETHER + 2, STEPS):
         task.model = DistributedDataParallel(task.model.module)
         attachment = cgx_ray.attach(task.model, codec="topk:density=0.2", scheme="allgather", period=4)
         if state is not None:
             attachment.load_state_dict(state)
-        for _ in range(num_steps):
-            task.optimizer.zero_grad()
-            with torch.autocast(device, torch.float16 if device == "cuda" else torch.bfloat16):
-                loss = task.loss()
-            scaler.scale(loss).backward()
-            scaler.step(task.optimizer)
-            scaler.update()
-            losses.append(loss.detach())
+        losses += _train_scaled(task, device, num_steps, scaler)
         state = attachment.state_dict()
         if num_steps == STEPS:
             attachment.end_round()
