@@ -94,7 +94,7 @@ def _soak(rank: int, num_steps: int) -> tuple[Footprint, Footprint, int, int]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("num_steps", [600, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [1700, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_thousands_of_steps_of_changing_plans_leave_nothing_behind(
     num_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from cgx_ray.runtime_ext.mesh import TOKEN_BYTES, Mesh
+from cgx_ray.runtime_ext import ops
+from cgx_ray.runtime_ext.mesh import SEALED_BYTES, TOKEN_BYTES, Mesh
 from cgx_ray.runtime_ext.shm import Segment
 
 TOKEN = bytes(range(TOKEN_BYTES))
@@ -60,3 +62,9 @@ def close_all(meshes: list[Mesh]) -> None:
 def make_message(sender: int, receiver: int, number: int, numel: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(10_000 * sender + 100 * receiver + number)
     return torch.randint(0, 256, (numel,), dtype=torch.uint8, generator=generator)
+
+
+def seal(message: torch.Tensor) -> None:
+    """Write the checksum that a mesh writes."""
+    checksum = ops.crc32c(message[SEALED_BYTES:], seed=ops.crc32c(message[: SEALED_BYTES - 4]))
+    message[SEALED_BYTES - 4 : SEALED_BYTES] = torch.tensor([*struct.pack("<I", checksum)])
