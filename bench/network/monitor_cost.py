@@ -85,7 +85,8 @@ def publishing_row(num_rounds: int = 30) -> Row:
         loop.register(
             Registration(layers=tuple(layers), first_plan=make_plan(layers, version=0, world_size=_NUM_RANKS))
         )
-        entry = {"event": "decision", "reason": "x" * 300, "inputs": {str(index): 0.5 for index in range(40)}}
+        inputs = {str(index): 0.5 for index in range(40)}
+        entry = {"event": "decision", "kind": "keep", "reason": "x" * 300, "inputs": inputs, "old": {}, "new": {}}
         spent_s = 0.0
         for number in range(-3, num_rounds):
             steps = [
