@@ -16,7 +16,7 @@ import ray
 from support.controller_facts import KnownFacts
 from support.samples import step_sample
 
-from bench.network.monitor_cost import monitor_rows
+from bench.network.monitor_cost import monitor_rows, publishing_row
 from cgx_ray.monitors.agent import NodeAgent
 from cgx_ray.monitors.controller_metrics import ControllerMetrics
 from cgx_ray.monitors.export import LABELS, METRICS, RUN, served_name
@@ -253,6 +253,10 @@ def test_a_controller_that_rejects_a_sample_still_gets_the_next(
 def test_an_agent_takes_little_more_memory_than_an_actor_that_does_nothing(local_ray: None) -> None:
     memory = next(row for row in monitor_rows(0.5, warm_up_s=0.5) if row.name == "agent_memory")
     assert memory.met, memory
+
+
+def test_the_bench_publishes_and_writes_what_a_controller_does(local_ray: None) -> None:
+    assert publishing_row(num_rounds=1).value > 0
 
 
 def test_an_agent_that_never_started_stops(agent: NodeAgent) -> None:
