@@ -24,7 +24,7 @@ from cgx_ray.planner.models import ModelDescription
 from cgx_ray.session.settings import Settings
 
 RATE_DIVISOR = 25.0
-EPOCH_S = 1.5
+EPOCH_S = 6.0
 # Forward and backward of a step, seconds.
 COMPUTE_S = 0.15
 # Bits per second and one-way seconds of the 16 networks on which adaptive training is compared with plain DDP.

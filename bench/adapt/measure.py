@@ -192,7 +192,9 @@ def _candidates(case: AdaptCase, cluster: SimulatedCluster, state: ClusterState)
     if case.by_hand:
         layers = case.model.layers
         plans = (
-            make_plan(layers, version=0, world_size=WORLD, codec=codec, scheme=scheme) for codec, scheme in BY_HAND
+            make_plan(layers, version=0, world_size=WORLD, codec=codec, scheme=scheme)
+            for codec, scheme in BY_HAND
+            if codec in case.codecs
         )
         return [groups_of(plan, layers) for plan in plans]
     truth = cluster.truth(state)

@@ -23,9 +23,6 @@ from cgx_ray.commands.options import console_for, json_option, plot_option
 from cgx_ray.report.result import Row, result_table, write_result
 from cgx_ray.report.show import print_line, progress_bar
 
-# Columns of a pipe or file, more than any table has: rich takes 80 there, and would break long names in two.
-_FILE_COLUMNS = 1000
-
 # Gets what runs, and the share of everything that is done.
 OnPart = Callable[[str, float], None]
 
@@ -64,8 +61,6 @@ def bench_command(*, quick: str = "", picture: str = "") -> Callable[[Callable[.
         @wraps(measure)
         def command(json_path: str | None, quick: bool = False, plot: Path | None = None, **given: Any) -> None:
             console = console_for(json_path)
-            if not console.is_terminal:
-                console.width = _FILE_COLUMNS
             with progress_bar(console) as on_part:
                 run = BenchRun(console=console, quick=quick, on_part=on_part, title=f"python -m bench {name}")
                 rows = list(measure(run, **given))

@@ -14,6 +14,9 @@ from rich.console import Console
 from cgx_ray.errors import ConfigError
 from cgx_ray.report.show import STANDARD_OUTPUT
 
+# Columns of a pipe or file, more than any table has: rich takes 80 there, and would break long names in two.
+_FILE_COLUMNS = 1000
+
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
@@ -71,5 +74,11 @@ def plot_option(default: str) -> Callable[[_Command], _Command]:
 
 
 def console_for(json_path: str | None) -> Console:
-    """Return the console for text: standard error if JSON goes to standard output."""
-    return Console(stderr=json_path == STANDARD_OUTPUT)
+    """Return the console for text: standard error if JSON goes to standard output.
+
+    In a file or a pipe lines are as long as they need to be, unless COLUMNS says how wide it is.
+    """
+    console = Console(stderr=json_path == STANDARD_OUTPUT)
+    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+        console.width = _FILE_COLUMNS
+    return console

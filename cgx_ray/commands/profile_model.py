@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from cgx_ray.commands.options import FILE
+from cgx_ray.commands.options import FILE, console_for
 from cgx_ray.engine.layers import layers_of
 from cgx_ray.errors import ConfigError
 from cgx_ray.planner.models import MeasuredLayer, write_model
@@ -42,7 +42,7 @@ def profile_model(target: str, out: Path, input_shape: str | None, steps: int) -
         raise ConfigError(f"--steps {steps} is not allowed; give 1 or more")
     model, loss = load_target(target, input_shape)
     layers_of(model)  # raises for a model that no run could train
-    console = Console()
+    console = console_for(None)
     ready_s = _measure(model, loss, steps, console)
     parameters = dict(model.named_parameters())
     layers = [

@@ -14,7 +14,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from rich.console import Console
 
 from cgx_ray.commands.cluster import address_option, connect
-from cgx_ray.commands.options import FILE
+from cgx_ray.commands.options import FILE, console_for
 from cgx_ray.control.live_state import NAMESPACE, run_of_actor
 from cgx_ray.errors import ConfigError
 from cgx_ray.report.live_screen import draw_view, make_screen
@@ -43,7 +43,7 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
     RUN is the name of a run on the cluster, which may be left out if there is only one, or the folder <storage
     path>/<run name>, which needs no cluster. Waits for a run that has not begun.
     """
-    console = Console()
+    console = console_for(None)
     if run is not None and Path(run).is_absolute() and not Path(run).is_dir():
         raise ConfigError(f"no such folder: {run}; give <storage path>/<run name>, or the name of a run on the cluster")
     record = RunRecord(Path(run).resolve()) if run is not None and Path(run).is_dir() else None

@@ -375,7 +375,7 @@ class ControlLoop:
                 states=state.states(measured),
                 errors=state.steps.errors,
                 dense_groups=state.steps.dense_groups,
-                plan_s=state.steps.plan_times.on(measured, at.now_s),
+                plan_s=state.steps.plan_s(measured, at.now_s),
             ),
             banned=state.bans.banned(at.now_s),
         )

@@ -92,6 +92,8 @@ class WorkerGroupState:
         self._recent: list[JoinedStep] = []
         # Versions of the plan in force, on trial and permanent, and whether an outcome of it is known.
         self._versions, self._is_judged = {plan.version}, False
+        # Whether the policy was told that another plan was faster. It may have reasons to stay.
+        self._is_known_beaten = False
         # The policy's last decision: its time, number of network changes, and whether plans follow the link.
         self._decision_s, self._num_changes, self._follows_link = 0.0, 0, True
         self._predicted_s: float | None = None
@@ -230,6 +232,7 @@ class WorkerGroupState:
         if is_other and self.measuring is None and before is None:
             self.loss.start_plan()
         self._versions, self._is_judged = {plan.version}, False
+        self._is_known_beaten = False
         self.steps.start_plan(plan, before, is_measuring=self.measuring is not None)
         self._slow_s = 0.0
         self.gains.start_plan(plan)
@@ -255,7 +258,8 @@ class WorkerGroupState:
         if not 1 / NOISE < ratio < NOISE:
             text = f"a step took {outcome.step_s:.3f} s, predicted {self._predicted_s:.3f} s"
             self._news = Cause("prediction", text)
-        elif self.steps.is_beaten(self.known(), now_s):
+        elif not self._is_known_beaten and self.steps.is_beaten(self.known(), now_s):
+            self._is_known_beaten = True
             self._news = Cause("prediction", f"a step took {outcome.step_s:.3f} s, longer than with a plan before")
 
     def slowdown(self) -> Evidence | None:

@@ -16,7 +16,7 @@ from cgx_ray.commands.plan.plan_picture import draw_answer
 from cgx_ray.commands.plan.question import compute_time
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import CodecSpec, Plan
+from cgx_ray.plan import CodecSpec, Option, Plan
 from cgx_ray.planner.candidates import CodecCost, codec_cost_of
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.engine_cost import HOST_ENGINE
@@ -336,3 +336,17 @@ def test_a_file_that_cannot_be_written_in_the_end_is_one_clear_error() -> None:
 def test_a_measured_model_without_times_is_refused_where_it_is_asked_for_them() -> None:
     with pytest.raises(ConfigError, match="has no measured times"):
         load_model("vgg16").step_s()
+
+
+def test_tables_in_a_pipe_keep_all_their_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Options of nodes with several ranks have the longest names.
+    asked = {"workers": "8", "ranks-per-node": "2", "step-time": "50ms"}
+    monkeypatch.delenv("COLUMNS", raising=False)
+    options = {Option.parse(group["option"]).describe() for group in answer(**asked)["groups"]}
+    _, text = run(**asked)
+    assert "…" not in text
+    assert options == {option for option in options if any(option in line for line in text.splitlines())}
+    monkeypatch.setenv("COLUMNS", "60")
+    _, narrow = run(**asked)
+    table = narrow[narrow.index("group ") :]
+    assert max(map(len, table.splitlines())) <= 60

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from statistics import fmean, median_low
 from typing import Any, TypeVar
 
@@ -41,6 +41,9 @@ class LearnedErrors:
         # Errors before each time that something was learned, oldest first, for as long as that may be undone.
         self._before: list[tuple[float, dict[Option, tuple[float, float]]]] = []
         self.compute_slowdown = ComputeSlowdown()
+        # Codecs that ran with others, and those that ran without.
+        self._mixed: set[CodecSpec] = set()
+        self._alone: set[CodecSpec] = set()
         # By name of a codec's cost, see `Measured.cost_name`, the logarithm of its measured over its calibrated time.
         self._codecs: dict[str, float] = {}
 
@@ -50,6 +53,7 @@ class LearnedErrors:
         errors = cls()
         errors._steps = {Option.parse(option): (log, 0.0) for option, log in fields["options"].items()}
         errors._codecs = dict(fields["codecs"])
+        errors._mixed = set(map(CodecSpec.parse, fields.get("only_mixed", ())))
         return errors
 
     def recorded(self) -> dict[str, Any]:
@@ -57,7 +61,13 @@ class LearnedErrors:
         return {
             "options": {str(option): log for option, (log, _) in self._steps.items()},
             "codecs": dict(self._codecs),
+            "only_mixed": sorted(map(str, self.only_mixed)),
         }
+
+    @property
+    def only_mixed(self) -> Set[CodecSpec]:
+        """Codecs that ran in mixtures only. These do not tell which of their codecs an error comes from."""
+        return self._mixed - self._alone
 
     def factor(self, groups: Sequence[PlannedGroup]) -> float:
         """Return the seconds that a step with `groups` will take over those that are predicted."""
@@ -79,6 +89,8 @@ class LearnedErrors:
         weight = 1 / math.fsum(share**2 for share in shares.values())
         for option, share in shares.items():
             self._steps[option] = before[option] + weight * share * miss, now_s
+        codecs = {option.codec for option in shares} - {NONE}
+        (self._mixed if len(codecs) > 1 else self._alone).update(codecs)
 
     def network_changed(self, now_s: float) -> None:
         """Undo what was learned in the last seconds, and remember errors for the usual time again."""
@@ -104,6 +116,10 @@ class LearnedErrors:
     def corrected(self, calibrated: CodecCosts) -> dict[str, CodecCost]:
         """Return codec times as they are in steps; as calibrated for codecs that were not timed there."""
         return {codec: cost.slowed(math.exp(self._codecs.get(codec, 0.0))) for codec, cost in calibrated.items()}
+
+    def calibrated(self, corrected: CodecCosts) -> dict[str, CodecCost]:
+        """Return the calibrated codec times that `corrected` has corrected."""
+        return {codec: cost.slowed(math.exp(-self._codecs.get(codec, 0.0))) for codec, cost in corrected.items()}
 
     def forget_old(self, now_s: float) -> None:
         self._steps = {option: found for option, found in self._steps.items() if now_s - found[1] < self._memory_s}

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from cgx_ray.control.learned.evidence import MAX_STEPS
-from cgx_ray.control.learned.learned_errors import MEMORY_S
-from cgx_ray.control.network.changes import WINDOW_S, is_other_latency
+from cgx_ray.control.learned.learned_errors import MEMORY_S, undoable
+from cgx_ray.control.network.changes import is_other_latency
 from cgx_ray.control.network.estimate import NOISE
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.prediction import Measured, PlannedGroup
 
 Groups = tuple[PlannedGroup, ...]
+
+
+class Bounds(NamedTuple):
+    """Seconds of a step: at least and at most. Equal where the plan ran under the same conditions."""
+
+    least_s: float
+    most_s: float
+
+    @property
+    def is_measured(self) -> bool:
+        return self.least_s == self.most_s
+
+    def clamp(self, step_s: float) -> float:
+        return min(max(step_s, self.least_s), self.most_s)
+
+
+NO_BOUNDS = Bounds(0.0, math.inf)
 
 
 class _Ran(NamedTuple):
@@ -27,13 +45,19 @@ class _Ran(NamedTuple):
     link: Link
     compute_s: float
 
-    def is_like(self, measured: Measured) -> bool:
-        link = measured.network.between
-        return (
-            not is_other_latency(self.link.alpha_s, link.alpha_s)
-            and 1 / NOISE < self.link.beta_s_per_byte / link.beta_s_per_byte < NOISE
-            and 1 / NOISE < self.compute_s / measured.compute_s < NOISE
-        )
+    def bounds(self, measured: Measured) -> Bounds:
+        """Return the seconds between which a step takes under the conditions of `measured`.
+
+        No better link makes a plan slower, and no worse one faster.
+        """
+        if not 1 / NOISE < self.compute_s / measured.compute_s < NOISE:
+            return NO_BOUNDS
+        took_s, link = self.compute_slowdown * measured.compute_s + self.exposed_s, measured.network.between
+        faster = self.link.beta_s_per_byte / link.beta_s_per_byte
+        same_latency = not is_other_latency(self.link.alpha_s, link.alpha_s)
+        is_no_worse = faster > 1 / NOISE and (same_latency or link.alpha_s < self.link.alpha_s)
+        is_no_better = faster < NOISE and (same_latency or link.alpha_s > self.link.alpha_s)
+        return Bounds(took_s if is_no_better else 0.0, took_s if is_no_worse else math.inf)
 
 
 class PlanTimes:
@@ -42,6 +66,8 @@ class PlanTimes:
     def __init__(self) -> None:
         # Oldest first.
         self._ran: dict[Groups, _Ran] = {}
+        # Plans before each time that one was noted, for as long as that may be undone.
+        self._before: list[tuple[float, dict[Groups, _Ran]]] = []
 
     def add_steps(
         self,
@@ -57,18 +83,19 @@ class PlanTimes:
         compute_slowdown  compute of these steps over that of dense steps
         """
         link = measured.network.between
+        self._before = [*undoable(self._before, now_s), (now_s, dict(self._ran))]
         self._ran.pop(tuple(groups), None)
         self._ran[tuple(groups)] = _Ran(exposed_s, compute_slowdown, now_s, link, measured.compute_s)
         self._ran = dict([*self._ran.items()][-MAX_STEPS:])
 
-    def on(self, measured: Measured, now_s: float) -> dict[Groups, float]:
-        """Return the seconds of a step of each plan that ran in the last MEMORY_S under conditions like `measured`."""
-        return {
-            groups: ran.compute_slowdown * measured.compute_s + ran.exposed_s
-            for groups, ran in self._ran.items()
-            if now_s < ran.now_s + MEMORY_S and ran.is_like(measured)
-        }
+    def on(self, measured: Measured, now_s: float) -> dict[Groups, Bounds]:
+        """Return the bounds of each plan of the last MEMORY_S of which some are known under these conditions."""
+        bounds = {groups: ran.bounds(measured) for groups, ran in self._ran.items() if now_s < ran.now_s + MEMORY_S}
+        return {groups: one for groups, one in bounds.items() if one != NO_BOUNDS}
 
     def undo(self, now_s: float) -> None:
         """Forget steps of the last seconds: another network may not have been noticed yet."""
-        self._ran = {groups: ran for groups, ran in self._ran.items() if ran.now_s < now_s - WINDOW_S}
+        recent = undoable(self._before, now_s)
+        if recent:
+            self._ran = recent[0][1]
+        self._before = []

@@ -59,6 +59,7 @@ from cgx_ray.planner.prediction import PlannedGroup, Prediction, groups_of, peri
 # best plan.
 BY_HAND = (
     (CodecSpec.parse("bf16"), Scheme.ALLREDUCE),
+    (CodecSpec.parse("qsgd:bits=3"), Scheme.SRA),
     (CodecSpec.parse("qsgd:bits=4"), Scheme.SRA),
     (CodecSpec.parse("qsgd:bits=4"), Scheme.ALLGATHER),
 )
@@ -139,17 +140,20 @@ class Adaptive(Policy):
 
     def decide(self, situation: Situation) -> Decision:
         cause, planner_input = situation.cause, situation.planner_input
-        found, current = self._best(situation), situation.current()
+        hopeful = self._with_hopes(situation)
+        found, current = self._best(hopeful), situation.current()
         best, reason = found.best, f"{cause}: {_describe_best(found, planner_input)}"
         is_other = best.groups != current.groups
-        if is_other and self._may_stay(situation, current) and not self._is_worth(situation, current, found):
+        if is_other and self._may_stay(situation, current) and not self._is_worth(hopeful, current, found):
             kept, other = current.describe_options(), best.describe_options()
             what = other if other != kept else "other groups"
             best, reason = current, f"{cause}: kept {kept}; {what} would be less than {MIN_IMPROVEMENT:.0%} better"
+        elif best.groups in hopeful.planner_input.plan_s.keys() - planner_input.plan_s.keys():
+            reason = f"{reason}; tried alone once, as only mixtures with it ran"
         return situation.decision(best, reason, dense=found.dense)
 
     def _best(self, situation: Situation) -> BestPlan:
-        """Return the best plan. An untried one must promise MIN_IMPROVEMENT over each that has run on this network."""
+        """Return the best plan. Others must promise MIN_IMPROVEMENT over what ran or is hoped to be good."""
         planner_input, allowed = situation.planner_input, self._allowed(situation)
         found = self._with_rounds(planner_input, allowed, self._best_predicted(situation, allowed))
         usable = {DENSE, *(option for option in allowed if self._keeps_enough(option, planner_input))}
@@ -192,29 +196,50 @@ class Adaptive(Policy):
         """
         planner_input = situation.planner_input
         found, layers = planner_input.best(allowed, self._least_gain), planner_input.now.layers
-        by_hand = [
-            option
-            for option in allowed
-            if (option.codec, option.scheme) in BY_HAND and self._keeps_enough(option, planner_input)
-        ]
-        if planner_input.now.fixed or not by_hand:
+        by_hand = self._plans_by_hand(situation, allowed)
+        if not by_hand:
             return found
-        plans = [
-            make_plan(
-                layers,
-                version=0,
-                world_size=situation.plan.world_size,
-                codec=option.codec,
-                scheme=option.scheme,
-                intra=option.intra,
-                device=option.device,
-            )
-            for option in by_hand
-        ]
-        best = min((groups_of(plan, layers) for plan in plans), key=planner_input.score)
+        best = min(by_hand.values(), key=planner_input.score)
         small = {layer.name for layer in layers if layer.is_small}
         is_mixed = len({group.option for group in found.best.groups if not small.issuperset(group.layers)}) > 1
         return _with_best(found, best, planner_input, promised=MIN_IMPROVEMENT if is_mixed else -MIN_IMPROVEMENT)
+
+    def _plans_by_hand(self, situation: Situation, allowed: Sequence[Option]) -> dict[Option, tuple[PlannedGroup, ...]]:
+        """Return the plans of BY_HAND by their options; none if a user has fixed the options of some layers."""
+        planner_input, num_ranks = situation.planner_input, situation.plan.world_size
+        layers, found = planner_input.now.layers, {}
+        if planner_input.now.fixed:
+            return {}
+        for option in allowed:
+            if (option.codec, option.scheme) in BY_HAND and self._keeps_enough(option, planner_input):
+                plan = make_plan(
+                    layers,
+                    version=0,
+                    world_size=num_ranks,
+                    codec=option.codec,
+                    scheme=option.scheme,
+                    intra=option.intra,
+                    device=option.device,
+                )
+                found[option] = groups_of(plan, layers)
+        return found
+
+    def _with_hopes(self, situation: Situation) -> Situation:
+        """Return `situation` with the seconds that are hoped of plans by hand.
+
+        A codec that ran in mixtures only is hoped to take alone what was predicted before: so each gets one trial,
+        where it may be the best.
+        """
+        planner_input = situation.planner_input
+        in_doubt = planner_input.errors.only_mixed
+        allowed = [option for option in self._allowed(situation) if option.codec in in_doubt]
+        if not allowed or len(planner_input.states) > 1:
+            return situation
+        hoped = {
+            groups: min(planner_input.hoped_s(groups), planner_input.step_s(predict(planner_input.now, groups)))
+            for groups in self._plans_by_hand(situation, allowed).values()
+        }
+        return replace(situation, planner_input=replace(planner_input, plan_s={**hoped, **planner_input.plan_s}))
 
     def recorded(self) -> dict[str, Any]:
         if type(self) is not Adaptive:

@@ -50,8 +50,8 @@ class PlannerInput:
     states        `now`; or several if the network changes too fast to follow, each as likely as the others
     errors        factors that predictions are multiplied with
     dense_groups  DDP's groups; empty: the grouping predicted best for dense
-    plan_s        seconds of a step of plans that have run on this network, by their groups: they count in place of
-                  predictions, but in no score over several states
+    plan_s        seconds of a step of plans that ran in the last minutes, by their groups: measured, or predicted
+                  within what they took on better or worse networks. In no score over several states
     """
 
     now: Measured
@@ -74,6 +74,10 @@ class PlannerInput:
     def score_of(self, predicted: Prediction) -> float:
         """Return the seconds that the predicted step will take over the progress that it keeps."""
         return predicted.score * self.step_s(predicted) / predicted.step_s
+
+    def hoped_s(self, groups: Sequence[PlannedGroup]) -> float:
+        """Return the seconds of a step with codec times as calibrated and without any error that was learned."""
+        return predict(replace(self.now, codec_costs=self.errors.calibrated(self.now.codec_costs)), groups).step_s
 
     def dense(self) -> Prediction:
         """Return the prediction of dense."""

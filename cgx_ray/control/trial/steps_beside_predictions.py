@@ -24,7 +24,7 @@ from cgx_ray.control.trial.outcome import PairedStep, PlanRecord
 from cgx_ray.plan import CodecSpec, Layer, Option, Plan
 from cgx_ray.planner.candidates import FREE, CodecCost, CodecCosts
 from cgx_ray.planner.cost import Link
-from cgx_ray.planner.prediction import Measured, groups_of, period_of, predict
+from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of, period_of, predict
 
 # Least seconds that a codec is taken to need: a clock cannot measure less.
 MIN_CODEC_S = 1e-7
@@ -237,14 +237,26 @@ class StepsBesidePredictions:
         if predicted_s > 0:
             self.errors.learn_codecs([str(codec)], max(codec_s, MIN_CODEC_S) / predicted_s)
 
+    def plan_s(self, measured: Measured, now_s: float) -> dict[tuple[PlannedGroup, ...], float]:
+        """Return the seconds of a step of plans that ran: measured where conditions were like these; where they were
+        better or worse, predicted within what it took."""
+        return {
+            groups: bounds.clamp(self.errors.step_s(predict(measured, groups)))
+            for groups, bounds in self.plan_times.on(measured, now_s).items()
+        }
+
     def is_beaten(self, measured: Measured, now_s: float) -> bool:
-        """Return whether another plan took MIN_IMPROVEMENT less for the same progress under these conditions."""
-        plan_s = {
-            groups: step_s
-            for groups, step_s in self.plan_times.on(measured, now_s).items()
+        """Return whether another plan took MIN_IMPROVEMENT less for the same progress, under these conditions or worse
+        ones."""
+        bounds = self.plan_times.on(measured, now_s)
+        own = bounds.get(self._groups)
+        if own is None or not own.is_measured:
+            return False
+        pace_s = {
+            groups: one.most_s / (predict(measured, groups).efficiency or MIN_GAIN)
+            for groups, one in bounds.items()
             if period_of(groups) <= measured.max_period
         }
-        pace_s = {groups: one / (predict(measured, groups).efficiency or MIN_GAIN) for groups, one in plan_s.items()}
         own_s = pace_s.get(self._groups)
         return own_s is not None and min(pace_s.values()) < (1 - MIN_IMPROVEMENT) * own_s
 
