@@ -46,7 +46,7 @@ Stretch = tuple[float, int]
     "--lab",
     "is_in_lab",
     is_flag=True,
-    help="Real ranks on emulated networks: three schedules, and 16 networks beside plain DDP. Takes 18 minutes.",
+    help="Real ranks on emulated networks: three schedules, and 16 networks beside plain DDP. Takes 26 minutes.",
 )
 def adapt(run: BenchRun, cases: tuple[str, ...], is_in_lab: bool) -> Iterable[Row]:
     """Drive the control loop in a simulated cluster, or in a lab.

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import click
+import pytest
 from click.testing import CliRunner
 from matplotlib.image import imread
 
@@ -73,7 +74,8 @@ def test_a_bench_has_no_options_that_it_cannot_serve_and_no_empty_columns() -> N
     assert "goal" not in output
 
 
-def test_names_stay_whole_where_no_terminal_bounds_the_table() -> None:
+def test_names_stay_whole_where_no_terminal_bounds_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     assert LONG_NAME in CliRunner().invoke(long, []).output
 
 

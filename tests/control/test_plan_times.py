@@ -13,7 +13,7 @@ from support.control_runs import COSTS, LAYERS, WORLD, FakeTraining, journal, st
 from cgx_ray.control.journal.recorded import read_situation, situation_fields
 from cgx_ray.control.learned.evidence import MAX_STEPS
 from cgx_ray.control.learned.learned_errors import MEMORY_S, LearnedErrors
-from cgx_ray.control.learned.measured import is_dense
+from cgx_ray.control.learned.measured import is_dense, non_dense_options
 from cgx_ray.control.learned.plan_times import NO_BOUNDS, Groups, PlanTimes
 from cgx_ray.control.network.changes import WINDOW_S
 from cgx_ray.control.policies.adaptive import Adaptive
@@ -191,3 +191,23 @@ def test_the_loop_returns_to_the_plan_that_was_faster_and_stays(tmp_path: Path) 
     assert decisions[-1].kind == "keep"
     line = journal(tmp_path, "decision")[-1]
     assert {round(one["step_s"], 1) for one in line["situation"]["plan_s"]}, "the journal names no plan that ran"
+
+
+@dataclass
+class _OthersAreSlower(FakeTraining):
+    """Steps of all plans but the first take 1.15 times as long as predicted."""
+
+    def _factor(self, plan: Plan) -> float:
+        return 1.0 if is_dense(plan) or plan.groups == self.loop.plans[1].groups else 1.15
+
+
+def test_a_faster_plan_that_may_not_be_taken_is_asked_for_once(tmp_path: Path) -> None:
+    run = _OthersAreSlower(start(tmp_path).loop, gbps=0.5, step=1)
+    run.run(20)
+    state, first = run.loop._state, run.loop.plans[-1]
+    assert state is not None
+    state.bans.add(non_dense_options(first), 0.0)
+    decisions = run.run(400)
+    assert run.loop.plans[-1].groups != first.groups
+    beaten = [one.kind for one in decisions if "longer than with a plan before" in one.reason]
+    assert beaten == ["keep"]
