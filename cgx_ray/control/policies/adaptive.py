@@ -20,7 +20,7 @@ ranks share memory, hierarchical options equal flat ones, so the planner leaves 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -141,7 +141,7 @@ class Adaptive(Policy):
     def decide(self, situation: Situation) -> Decision:
         cause, planner_input = situation.cause, situation.planner_input
         hopeful = self._with_hopes(situation)
-        found, current = self._best(hopeful), situation.current()
+        found, current = self._best(hopeful, ran=planner_input.plan_s.keys()), situation.current()
         best, reason = found.best, f"{cause}: {_describe_best(found, planner_input)}"
         is_other = best.groups != current.groups
         if is_other and self._may_stay(situation, current) and not self._is_worth(hopeful, current, found):
@@ -152,14 +152,14 @@ class Adaptive(Policy):
             reason = f"{reason}; tried alone once, as only mixtures with it ran"
         return situation.decision(best, reason, dense=found.dense)
 
-    def _best(self, situation: Situation) -> BestPlan:
-        """Return the best plan. Others must promise MIN_IMPROVEMENT over what ran or is hoped to be good."""
+    def _best(self, situation: Situation, ran: Set[tuple[PlannedGroup, ...]]) -> BestPlan:
+        """Return the best plan. One that is not in `ran` must promise MIN_IMPROVEMENT over each that is."""
         planner_input, allowed = situation.planner_input, self._allowed(situation)
         found = self._with_rounds(planner_input, allowed, self._best_predicted(situation, allowed))
         usable = {DENSE, *(option for option in allowed if self._keeps_enough(option, planner_input))}
         measured = [
             groups
-            for groups in planner_input.plan_s
+            for groups in ran
             if all(group.is_fixed or group.option in usable for group in groups)
             and self._may_have(period_of(groups), planner_input)
         ]
