@@ -44,7 +44,7 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
     path>/<run name>, which needs no cluster. Waits for a run that has not begun.
     """
     console = console_for(None)
-    if run is not None and Path(run).is_absolute() and not Path(run).is_dir():
+    if run is not None and _is_path(run) and not Path(run).is_dir():
         raise ConfigError(f"no such folder: {run}; give <storage path>/<run name>, or the name of a run on the cluster")
     record = RunRecord(Path(run).resolve()) if run is not None and Path(run).is_dir() else None
     if record is None:
@@ -57,7 +57,9 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
         for view in views:
             last = view if view is not None else last
             step = last.step if last is not None and last.step is not None else step
-            screen.update([last] if last is not None else [], f"waiting for {run or 'a run'} to begin; Ctrl-C ends")
+            has_begun = last is not None and (last.step is not None or not last.is_running)
+            status = "" if has_begun else f"waiting for {run or 'a run'} to begin; Ctrl-C ends"
+            screen.update([last] if last is not None else [], status)
             if once and last is not None:
                 break
             if once and record is not None:
@@ -75,6 +77,12 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
         # Rich names fonts on the web; the picture loads nothing.
         with whole_file(svg) as new:
             new.write_text(re.sub(r"@font-face \{[^}]*\}\s*", "", drawn))
+
+
+def _is_path(run: str) -> bool:
+    """Return whether `run` is meant as a folder: names of runs may have slashes too."""
+    path = Path(run)
+    return path.is_absolute() or (len(path.parts) > 1 and path.parent.is_dir())
 
 
 def _views_of_record(record: RunRecord) -> Iterator[LiveView | None]:

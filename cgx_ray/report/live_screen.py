@@ -26,7 +26,7 @@ _SHOWN_RANKS, _SHOWN_LINKS = 4, 5
 
 
 class Screen(Protocol):
-    """Place for views. `status`: what happens now, while no training has news."""
+    """Place for views. `status`: what happens now, while no training has news; empty: nothing."""
 
     def __enter__(self) -> Screen: ...
     def __exit__(self, *error: Any) -> None: ...
@@ -54,7 +54,7 @@ class LiveScreen:
 
     def update(self, views: Sequence[LiveView], status: str) -> None:
         panels: list[RenderableType] = [draw_view(view) for view in views]
-        if not views or views[-1].step is None or not views[-1].is_running:
+        if status and (not views or views[-1].step is None or not views[-1].is_running):
             panels.append(Text(f"  {status} ...", style="dim"))
         self._live.update(Group(*panels))
 
@@ -77,7 +77,8 @@ class PlainScreen:
     def update(self, views: Sequence[LiveView], status: str) -> None:
         if status != self._status:
             self._status = status
-            self._print(status)
+            if status:
+                self._print(status)
         if not views:
             return
         view = views[-1]

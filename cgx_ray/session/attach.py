@@ -226,6 +226,7 @@ def _attach(
         )
     if not has_group or dist.get_world_size() == 1:
         make_settings()
+        logger.info("one process: it has no gradients to exchange, so nothing is compressed")
         return _unattached()
     # The engine's thread could not write to memory that is made in inference mode.
     with torch.inference_mode(mode=False), own_groups() as groups, ExitStack() as undo:

@@ -287,6 +287,7 @@ def _all_paths(records: Sequence[RankRecord], parts: StepParts, paths: Sequence[
 def _inside(records: Sequence[RankRecord], seconds: float) -> StepCost:
     node = records[0].node
     crowd = waiting_threads(records)
+    fewer_threads = ", or `export OMP_NUM_THREADS=1`, so that sums have a processor" if crowd else ""
     return StepCost(
         bound=Bound.NETWORK,
         seconds=seconds,
@@ -294,7 +295,7 @@ def _inside(records: Sequence[RankRecord], seconds: float) -> StepCost:
         phrase="the exchange between ranks of one node",
         evidence=f"{format_count(len(records), 'rank')} share {format_count(node.num_processors, 'processor')}, "
         f"which also sum the gradients{crowd and f'; {crowd}'}",
-        remedy="fewer ranks per node, or `export OMP_NUM_THREADS=1`, so that sums have a processor",
+        remedy=f"fewer ranks per node{fewer_threads}",
         saves_s=0.0,
     )
 

@@ -171,14 +171,28 @@ def test_top_follows_a_folder_until_the_run_ends(tmp_path: Path, monkeypatch: py
     assert "(ended)" in picture.replace("&#160;", " ")
 
 
+def test_a_run_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+    trained(tmp_path).loop.end(100.0)
+    done = CliRunner().invoke(main, ["top", str(tmp_path), "--once"])
+    assert done.exit_code == 0, done.output
+    assert "waiting" not in done.output
+
+
 def test_a_run_that_cannot_be_found_is_one_clear_error() -> None:
     done = CliRunner().invoke(main, ["top", "nothing", "--address", "127.0.0.1:1"])
     assert done.exit_code == 2
     assert "no Ray cluster at '127.0.0.1:1'" in done.output
 
 
-def test_a_folder_that_is_missing_or_holds_no_run_is_one_clear_error(tmp_path: Path) -> None:
-    for folder, says in ((tmp_path / "missing", "no such folder: "), (tmp_path, "has no decisions.jsonl with a plan")):
+def test_a_folder_that_is_missing_or_holds_no_run_is_one_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path.parent)
+    for folder, says in (
+        (tmp_path / "missing", "no such folder: "),
+        (f"{tmp_path.name}/missing", "no such folder: "),
+        (tmp_path, "has no decisions.jsonl with a plan"),
+    ):
         done = CliRunner().invoke(main, ["top", str(folder), "--once"])
         assert done.exit_code == 2
         assert says in done.output.replace("\n", " ")

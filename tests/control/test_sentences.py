@@ -62,7 +62,7 @@ def test_a_new_plan_is_one_line_in_plain_words() -> None:
 
 def test_measuring_steps_say_what_they_are_for() -> None:
     trial = decision_line(decided("dense", "bf16 over sra", made_by="codec_trial"), "bf16")
-    assert trial == "step 12: trying bf16 on one layer for a few steps, to time it"
+    assert trial == "step 12: trying bf16 on one layer, to time it"
     compare = decision_line(decided(QSGD, "dense", made_by="dense_trial"))
     assert compare == f"step 12: dense for a few steps, to compare {QSGD} with it"
     back = decision_line(decided("dense", QSGD, made_by="return", reason="dense is measured: back to 2x"))

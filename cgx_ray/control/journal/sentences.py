@@ -27,7 +27,7 @@ def decision_line(entry: Mapping[str, Any], codec: str | None = None) -> str:
     old, new, made_by = entry["old"]["plan"], entry["new"]["plan"], entry.get("made_by")
     at, cause = f"step {entry['step']}: ", entry["situation"]["cause"]
     if made_by == "codec_trial":
-        return _line(f"{at}trying {codec} on one layer for a few steps, to time it", "", "")
+        return _line(f"{at}trying {codec} on one layer, to time it", "", "")
     if made_by == "dense_trial":
         return _line(f"{at}{DENSE} for a few steps, to compare {old} with it", "", "")
     if made_by == "return":
@@ -39,6 +39,8 @@ def decision_line(entry: Mapping[str, Any], codec: str | None = None) -> str:
     head = f"{at}{new}" if new != old else f"{at}other groups of {new}"
     step_s, dense_s = (format_seconds(float(f"{entry[f'predicted_{name}_s']:.2g}")) for name in ("step", "dense"))
     tail = f"; predicted {step_s} per step" + (f", {DENSE} {dense_s}" if new != DENSE else "")
+    if new == DENSE and made_by == "policy":
+        tail = f"; nothing promises less than its {step_s} per step"
     # The old plan is in an earlier line, the cause is not.
     instead = f" instead of {old}" if new != old else ""
     if len(head) + len(instead) + 2 + len(cause) + len(tail) <= MAX_LINE:
@@ -171,7 +173,8 @@ class RunTotals:
 
         beside  mean seconds of a step of this run, and of a run that was dense and trained beside it
         """
-        known = beside or (self.num_steps and (self.steps_s / self.num_steps, self.as_dense_s / self.num_steps))
+        mean_s = self.all_s / self.num_all if self.num_all else 0.0
+        known = beside or (self.speed_up and (mean_s, self.speed_up * mean_s))
         if not known:
             return f"{format_count(self.num_all, 'step')} under {self.plan}; how fast {DENSE} would be is not known"
         is_dense = self.in_dense_s >= MOSTLY * self.steps_s
