@@ -226,7 +226,6 @@ def _attach(
         )
     if not has_group or dist.get_world_size() == 1:
         make_settings()
-        logger.info("one process: it has no gradients to exchange, so nothing is compressed")
         return _unattached()
     # The engine's thread could not write to memory that is made in inference mode.
     with torch.inference_mode(mode=False), own_groups() as groups, ExitStack() as undo:
@@ -283,7 +282,9 @@ def _unattached(groups: Sequence[dist.ProcessGroup] = (), gather: Gatherer | Non
     attachment = Attachment(None, groups)
     if process.session is not None:
         process.session.start(attachment)
-    if gather is not None:
+    if gather is None:
+        logger.info("one process: it has no gradients to exchange, so nothing is compressed")
+    else:
         gather(None)
         if dist.get_rank() == 0:
             logger.info("%s=off: DDP averages the gradients, as without cgx_ray", VARIABLE)

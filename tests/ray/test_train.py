@@ -401,6 +401,7 @@ def test_top_attaches_to_a_run_from_another_process_and_ends_with_it(adaptive: A
             "unknown policy 'clever'; known: adaptive, bytecomp, cgx, cupcake, flexible, static; of installed",
         ),
         ({"policy": "static", "codec": "zip"}, "unknown codec 'zip'; known: none, fp16, bf16, prefix, qsgd"),
+        ({"codec": "qsgdd:bits=4"}, "unknown codec 'qsgdd'; did you mean 'qsgd'"),
         ({"policy": "static", "codec": "qsgd:bits=9"}, "bits 9 is not allowed; give a whole number from 1 to 8"),
         ({"policy": "static", "codec": "qsgd:bits=x"}, "bits 'x' is not allowed; give a whole number from 1 to 8"),
         ({"policy": "static", "codec": "topk:density=0"}, "density 0.0 is not allowed; give a share in (0, 1]"),

@@ -12,7 +12,7 @@ from typing import Any
 
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.paper_policies import ByteComp, Cgx, Cupcake, Flexible
-from cgx_ray.control.policies.policy import Policy, Static
+from cgx_ray.control.policies.policy import Policy, Static, as_codec
 from cgx_ray.errors import ConfigError, unknown
 from cgx_ray.installed import load, offered, package_of
 
@@ -60,6 +60,8 @@ def _named_policy(name: str, given: Mapping[str, Any]) -> Policy:
     cls = OWN[name] if name in OWN else _load(packaged[name])
     allowed = _arguments(cls)
     for argument, value in given.items():
+        if argument == "codec":
+            as_codec(value)  # raises for a wrong name first
         if argument not in allowed:
             takers = " or ".join(repr(other) for other in OWN if argument in _arguments(OWN[other]))
             raise ConfigError(
