@@ -167,6 +167,7 @@ def test_grace_averages_every_tensor_over_the_ranks_and_feeds_back_what_it_dropp
 
 
 @pytest.mark.skipif(NO_LAB is not None, reason=str(NO_LAB))
+@pytest.mark.slow
 def test_every_kind_of_way_is_timed_in_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.peers.cases.MAX_EXCHANGE_S", 0.05)
     names = ("noop", "ddp", "local_sgd_4", "grace_topk", "cgx", "joint")

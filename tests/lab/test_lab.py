@@ -174,6 +174,7 @@ def test_bad_arguments_are_refused():
 
 
 @NEEDS_LAB
+@pytest.mark.slow
 def test_a_ray_node_that_does_not_start_shows_its_log(tmp_path):
     start = time.monotonic()
     with (
