@@ -199,17 +199,17 @@ class Adaptive(Policy):
         by_hand = self._plans_by_hand(situation, allowed)
         if not by_hand:
             return found
-        best = min(by_hand.values(), key=planner_input.score)
+        best = min(by_hand, key=planner_input.score)
         small = {layer.name for layer in layers if layer.is_small}
         is_mixed = len({group.option for group in found.best.groups if not small.issuperset(group.layers)}) > 1
         return _with_best(found, best, planner_input, promised=MIN_IMPROVEMENT if is_mixed else -MIN_IMPROVEMENT)
 
-    def _plans_by_hand(self, situation: Situation, allowed: Sequence[Option]) -> dict[Option, tuple[PlannedGroup, ...]]:
-        """Return the plans of BY_HAND by their options; none if a user has fixed the options of some layers."""
+    def _plans_by_hand(self, situation: Situation, allowed: Sequence[Option]) -> list[tuple[PlannedGroup, ...]]:
+        """Return the groups of the plans of BY_HAND; none if a user has fixed the options of some layers."""
         planner_input, num_ranks = situation.planner_input, situation.plan.world_size
-        layers, found = planner_input.now.layers, {}
+        layers, found = planner_input.now.layers, []
         if planner_input.now.fixed:
-            return {}
+            return []
         for option in allowed:
             if (option.codec, option.scheme) in BY_HAND and self._keeps_enough(option, planner_input):
                 plan = make_plan(
@@ -221,7 +221,7 @@ class Adaptive(Policy):
                     intra=option.intra,
                     device=option.device,
                 )
-                found[option] = groups_of(plan, layers)
+                found.append(groups_of(plan, layers))
         return found
 
     def _with_hopes(self, situation: Situation) -> Situation:
@@ -237,7 +237,7 @@ class Adaptive(Policy):
             return situation
         hoped = {
             groups: min(planner_input.hoped_s(groups), planner_input.step_s(predict(planner_input.now, groups)))
-            for groups in self._plans_by_hand(situation, allowed).values()
+            for groups in self._plans_by_hand(situation, allowed)
         }
         return replace(situation, planner_input=replace(planner_input, plan_s={**hoped, **planner_input.plan_s}))
 
