@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.meshes import TIMEOUT_S, TOKEN, close_all, connect_meshes, in_threads, make_message, seal
+from support.meshes import OVER, TIMEOUT_S, TOKEN, close_all, connect_meshes, in_threads, make_message, seal
 from support.ranks import run_ranks
 
 from cgx_ray.collectives.transport.tcp import connect_mesh, connect_mesh_by_store, node_address
@@ -29,10 +29,6 @@ from cgx_ray.runtime_ext.mesh import SEALED_BYTES, Mesh
 
 # Takes a peer (-1: all) and arrivals (stamp, bytes); returns the bytes per second of its bursts.
 Meter = Callable[[int, list[tuple[float, int]]], list[float]]
-
-
-# No rank shares memory; all do; some do, so that the messages of one ticket go both ways.
-OVER = pytest.mark.parametrize("sharers", [(), (0, 1, 2, 3), (0, 2)], ids=["tcp", "rings", "mixed"])
 
 
 @settings(max_examples=25, deadline=None)

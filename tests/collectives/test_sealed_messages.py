@@ -7,11 +7,9 @@ from functools import partial
 
 import pytest
 import torch
-from support.meshes import TIMEOUT_S, close_all, connect_meshes, in_threads, make_message, seal
+from support.meshes import OVER, TIMEOUT_S, close_all, connect_meshes, in_threads, make_message, seal
 
 from cgx_ray.runtime_ext.mesh import SEALED_BYTES
-
-OVER = pytest.mark.parametrize("sharers", [(), (0, 1, 2, 3), (0, 2)], ids=["tcp", "rings", "mixed"])
 
 
 @OVER

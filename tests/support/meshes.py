@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from cgx_ray.runtime_ext import ops
@@ -14,6 +15,8 @@ from cgx_ray.runtime_ext.mesh import SEALED_BYTES, TOKEN_BYTES, Mesh
 from cgx_ray.runtime_ext.shm import Segment
 
 TOKEN = bytes(range(TOKEN_BYTES))
+# No rank shares memory; all do; some do, so that the messages of one ticket go both ways.
+OVER = pytest.mark.parametrize("sharers", [(), (0, 1, 2, 3), (0, 2)], ids=["tcp", "rings", "mixed"])
 TIMEOUT_S = 20.0
 
 

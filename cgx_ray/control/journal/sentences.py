@@ -38,9 +38,12 @@ def decision_line(entry: Mapping[str, Any], codec: str | None = None) -> str:
         cause = entry["reason"].partition(";")[0]
     head = f"{at}{new}" if new != old else f"{at}other groups of {new}"
     step_s, dense_s = (format_seconds(float(f"{entry[f'predicted_{name}_s']:.2g}")) for name in ("step", "dense"))
-    tail = f"; predicted {step_s} per step" + (f", {DENSE} {dense_s}" if new != DENSE else "")
-    if new == DENSE and made_by == "policy":
+    if new != DENSE:
+        tail = f"; predicted {step_s} per step, {DENSE} {dense_s}"
+    elif made_by == "policy":
         tail = f"; nothing promises less than its {step_s} per step"
+    else:
+        tail = f"; predicted {step_s} per step"
     # The old plan is in an earlier line, the cause is not.
     instead = f" instead of {old}" if new != old else ""
     if len(head) + len(instead) + 2 + len(cause) + len(tail) <= MAX_LINE:
@@ -81,8 +84,9 @@ class RunTotals:
     """Sums over the steps of a run, from lines of its journal. Times between steps are in none.
 
     plan      in force at the end; since which step
-    num_steps that are known beside dense ones, of all `num_all`
-    steps_s   their seconds; `as_dense_s` those of dense steps in their place, `in_dense_s` of steps that were dense
+    num_all   steps
+    steps_s   seconds of those that are known beside dense ones; `as_dense_s` those of dense steps in their place,
+              `in_dense_s` of steps that were dense
     measured_s
               seconds of others, on networks where dense was measured
     """
@@ -90,7 +94,6 @@ class RunTotals:
     plan: str = DENSE
     since: int = 0
     num_all: int = 0
-    num_steps: int = 0
     steps_s: float = 0.0
     as_dense_s: float = 0.0
     in_dense_s: float = 0.0
@@ -144,7 +147,6 @@ class RunTotals:
         self.compute_s += num_steps * min(entry["compute_s"], entry["step_s"])
         if speed_up is None:
             return
-        self.num_steps += num_steps
         self.steps_s += seconds
         self.as_dense_s += speed_up * seconds
         if plan is not None and plan.is_dense:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from statistics import fmean, median_low
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from cgx_ray.control.learned.compute_slowdown import ComputeSlowdown
 from cgx_ray.control.learned.measured import dense_shares
@@ -38,8 +38,7 @@ class LearnedErrors:
         self._memory_s = MEMORY_S
         # By option, the logarithm of its error and the time at which it was measured last.
         self._steps: dict[Option, tuple[float, float]] = {}
-        # Errors before each time that something was learned, oldest first, for as long as that may be undone.
-        self._before: list[tuple[float, dict[Option, tuple[float, float]]]] = []
+        self._earlier: Earlier[dict[Option, tuple[float, float]]] = Earlier()
         self.compute_slowdown = ComputeSlowdown()
         # Codecs that ran with others, and those that ran without.
         self._mixed: set[CodecSpec] = set()
@@ -82,7 +81,7 @@ class LearnedErrors:
 
     def learn_step(self, groups: Sequence[PlannedGroup], log_ratio: float, now_s: float) -> None:
         """Add steps whose measured over predicted seconds have the mean logarithm `log_ratio`: the newest count."""
-        self._before = [*undoable(self._before, now_s), (now_s, dict(self._steps))]
+        self._earlier.add(dict(self._steps), now_s)
         shares = _counted_shares(groups)
         before = {option: self._log(option) for option in shares}
         miss = log_ratio - math.fsum(share * before[option] for option, share in shares.items())
@@ -99,10 +98,7 @@ class LearnedErrors:
 
     def undo(self, now_s: float) -> None:
         """Undo what was learned in the last seconds, while predictions were made for the network before."""
-        recent = undoable(self._before, now_s)
-        if recent:
-            self._steps = recent[0][1]
-        self._before = []
+        self._steps = self._earlier.take(self._steps, now_s)
 
     def learn_codecs(self, codecs: Iterable[str], ratio: float) -> None:
         """Correct the times of `codecs`, which took `ratio` times as long as predicted with the present correction."""
@@ -140,6 +136,22 @@ class LearnedErrors:
             return max(0.0, *twins)
         means = [fmean(logs) for (codec, _), logs in by_codec.items() if codec != NONE]
         return max(0.0, median_low([0.0, *means]))
+
+
+class Earlier(Generic[T]):
+    """States before each of the last changes, oldest first, for as long as these may be undone."""
+
+    def __init__(self) -> None:
+        self._states: list[tuple[float, T]] = []
+
+    def add(self, state: T, now_s: float) -> None:
+        """Keep `state`, which is about to change."""
+        self._states = [*undoable(self._states, now_s), (now_s, state)]
+
+    def take(self, state: T, now_s: float) -> T:
+        """Return the state before the changes of the last seconds, `state` if there are none, and forget all."""
+        recent, self._states = undoable(self._states, now_s), []
+        return recent[0][1] if recent else state
 
 
 def undoable(learned: Iterable[tuple[float, T]], now_s: float) -> list[tuple[float, T]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from cgx_ray.control.learned.evidence import MAX_STEPS
-from cgx_ray.control.learned.learned_errors import MEMORY_S, undoable
+from cgx_ray.control.learned.learned_errors import MEMORY_S, Earlier
 from cgx_ray.control.network.changes import is_other_latency
 from cgx_ray.control.network.estimate import NOISE
 from cgx_ray.planner.cost import Link
@@ -66,8 +66,7 @@ class PlanTimes:
     def __init__(self) -> None:
         # Oldest first.
         self._ran: dict[Groups, _Ran] = {}
-        # Plans before each time that one was noted, for as long as that may be undone.
-        self._before: list[tuple[float, dict[Groups, _Ran]]] = []
+        self._earlier: Earlier[dict[Groups, _Ran]] = Earlier()
 
     def add_steps(
         self,
@@ -83,7 +82,7 @@ class PlanTimes:
         compute_slowdown  compute of these steps over that of dense steps
         """
         link = measured.network.between
-        self._before = [*undoable(self._before, now_s), (now_s, dict(self._ran))]
+        self._earlier.add(dict(self._ran), now_s)
         self._ran.pop(tuple(groups), None)
         self._ran[tuple(groups)] = _Ran(exposed_s, compute_slowdown, now_s, link, measured.compute_s)
         self._ran = dict([*self._ran.items()][-MAX_STEPS:])
@@ -95,7 +94,4 @@ class PlanTimes:
 
     def undo(self, now_s: float) -> None:
         """Forget steps of the last seconds: another network may not have been noticed yet."""
-        recent = undoable(self._before, now_s)
-        if recent:
-            self._ran = recent[0][1]
-        self._before = []
+        self._ran = self._earlier.take(self._ran, now_s)

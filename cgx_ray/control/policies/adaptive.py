@@ -232,9 +232,9 @@ class Adaptive(Policy):
         """
         planner_input = situation.planner_input
         in_doubt = planner_input.errors.only_mixed
-        allowed = [option for option in self._allowed(situation) if option.codec in in_doubt]
-        if not allowed or len(planner_input.states) > 1:
+        if not in_doubt or len(planner_input.states) > 1:
             return situation
+        allowed = [option for option in self._allowed(situation) if option.codec in in_doubt]
         hoped = {
             groups: min(planner_input.hoped_s(groups), planner_input.step_s(predict(planner_input.now, groups)))
             for groups in self._plans_by_hand(situation, allowed)
