@@ -13,7 +13,7 @@ from cgx_ray.control.history import Learned, Registration
 from cgx_ray.control.joined_steps import JoinedStep, StepJoiner
 from cgx_ray.control.journal.facts import Cause, DecisionCounts, LoopFacts
 from cgx_ray.control.learned.compute_slowdown import ComputeSlowdown
-from cgx_ray.control.learned.evidence import Evidence, Verdict, verdict
+from cgx_ray.control.learned.evidence import MAX_STEPS, Evidence, Verdict, verdict
 from cgx_ray.control.learned.measured import (
     bits_by_layer,
     compressing_options,
@@ -93,7 +93,6 @@ class WorkerGroupState:
         # Versions of the plan in force, on trial and permanent, and whether an outcome of it is known.
         self._versions, self._is_judged = {plan.version}, False
         # Whether the policy was told that another plan was faster. It may have reasons to stay.
-        self._is_known_beaten = False
         # The policy's last decision: its time, number of network changes, and whether plans follow the link.
         self._decision_s, self._num_changes, self._follows_link = 0.0, 0, True
         self._predicted_s: float | None = None
@@ -194,6 +193,9 @@ class WorkerGroupState:
                 # A link that goes back and forth is no drift: nothing would ever be learned on it.
                 if not self.links.is_unsteady and self.steps.link_drifted(measured.network.between, now_s):
                     self._news = Cause("network", "the link has drifted since errors were learned")
+        if self.steps.record.num_steps == MAX_STEPS and self.decided is not None and self.measuring is None:
+            # Its first steps, those of `end_outcome`, say little.
+            self._learn_and_compare(now_s)
         return True
 
     def _is_far_slower(self, step: JoinedStep) -> bool:
@@ -232,7 +234,6 @@ class WorkerGroupState:
         if is_other and self.measuring is None and before is None:
             self.loss.start_plan()
         self._versions, self._is_judged = {plan.version}, False
-        self._is_known_beaten = False
         self.steps.start_plan(plan, before, is_measuring=self.measuring is not None)
         self._slow_s = 0.0
         self.gains.start_plan(plan)
@@ -252,15 +253,17 @@ class WorkerGroupState:
         self.pending, self._is_judged = None, True
         if self.measuring is not None or self._predicted_s is None:
             return
-        self.learn(now_s)
+        self._learn_and_compare(now_s)
         ratio = outcome.step_s / self._predicted_s
         self._prediction_error = ratio - 1
         if not 1 / NOISE < ratio < NOISE:
             text = f"a step took {outcome.step_s:.3f} s, predicted {self._predicted_s:.3f} s"
             self._news = Cause("prediction", text)
-        elif not self._is_known_beaten and self.steps.is_beaten(self.known(), now_s):
-            self._is_known_beaten = True
-            self._news = Cause("prediction", f"a step took {outcome.step_s:.3f} s, longer than with a plan before")
+
+    def _learn_and_compare(self, now_s: float) -> None:
+        self.learn(now_s)
+        if (step_s := self.steps.beaten_s(self.known(), now_s)) is not None:
+            self._news = Cause("prediction", f"a step took {step_s:.3f} s, longer than with a plan before")
 
     def slowdown(self) -> Evidence | None:
         """Return the logarithm of the plan's measured seconds per progress over dense; None before FEW steps.

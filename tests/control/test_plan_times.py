@@ -211,3 +211,25 @@ def test_a_faster_plan_that_may_not_be_taken_is_asked_for_once(tmp_path: Path) -
     assert run.loop.plans[-1].groups != first.groups
     beaten = [one.kind for one in decisions if "longer than with a plan before" in one.reason]
     assert beaten == ["keep"]
+
+
+@dataclass
+class _SecondGetsSlower(_FirstPlanIsBest):
+    """The steps of other plans than the first are as predicted at first, and get slower after ten."""
+
+    num_steps: int = 0
+
+    def _factor(self, plan: Plan) -> float:
+        factor = super()._factor(plan)
+        if is_dense(plan) or self.first is None or plan.groups == self.first.groups:
+            return factor
+        self.num_steps += 1
+        return 1.05 if self.num_steps < 10 * WORLD else 1.2
+
+
+def test_the_loop_returns_before_the_next_review_from_a_plan_that_gets_slower(tmp_path: Path) -> None:
+    run = _SecondGetsSlower(start(tmp_path).loop, gbps=0.5, step=1)
+    taken = [one for one in run.run(60) if one.kind == "replace"]
+    assert run.first is not None
+    assert [one.plan.groups == run.first.groups for one in taken] == [True, False, True]
+    assert "longer than with a plan before" in taken[-1].reason

@@ -102,6 +102,7 @@ class StepsBesidePredictions:
     def start_plan(self, plan: Plan, before: PlanRecord | None, *, is_measuring: bool) -> None:
         """Begin with `plan`. `before`: its steps before measuring steps that end now."""
         self.plan, self._groups = plan, groups_of(plan, self.layers)
+        self._is_known_beaten = False
         if before is None and not is_measuring:
             self._num_comparisons = 0
         # Measuring steps under another plan than dense have one layer with a codec, which says little of compute.
@@ -245,20 +246,21 @@ class StepsBesidePredictions:
             for groups, bounds in self.plan_times.on(measured, now_s).items()
         }
 
-    def is_beaten(self, measured: Measured, now_s: float) -> bool:
-        """Return whether another plan took MIN_IMPROVEMENT less for the same progress, under these conditions or worse
-        ones."""
+    def beaten_s(self, measured: Measured, now_s: float) -> float | None:
+        """Return the seconds of a step of the plan in force if another plan took MIN_IMPROVEMENT less for the same
+        progress, under these conditions or worse ones. None if not, or if it was told of this plan before."""
         bounds = self.plan_times.on(measured, now_s)
         own = bounds.get(self._groups)
-        if own is None or not own.is_measured:
-            return False
+        if own is None or not own.is_measured or self._is_known_beaten:
+            return None
         pace_s = {
             groups: one.most_s / (predict(measured, groups).efficiency or MIN_GAIN)
             for groups, one in bounds.items()
             if period_of(groups) <= measured.max_period
         }
         own_s = pace_s.get(self._groups)
-        return own_s is not None and min(pace_s.values()) < (1 - MIN_IMPROVEMENT) * own_s
+        self._is_known_beaten = own_s is not None and min(pace_s.values()) < (1 - MIN_IMPROVEMENT) * own_s
+        return own.most_s if self._is_known_beaten else None
 
     def dense_s(self, measured: Measured) -> float:
         """Return the seconds of a dense step under `measured`."""
