@@ -68,9 +68,9 @@ def json_option(what: str = "the numbers") -> Callable[[_Command], _Command]:
     )
 
 
-def plot_option(default: str) -> Callable[[_Command], _Command]:
-    """Return the option `--plot` of a command that always draws."""
-    return click.option("--plot", type=PICTURE, default=default, show_default=True, help="File of the picture.")
+def plot_option(default: str | None, shown: str | bool = True) -> Callable[[_Command], _Command]:
+    """Return the option `--plot` of a command that always draws. `shown`: the default in words."""
+    return click.option("--plot", type=PICTURE, default=default, show_default=shown, help="File of the picture.")
 
 
 def console_for(json_path: str | None) -> Console:

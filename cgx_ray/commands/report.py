@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -26,19 +27,19 @@ from cgx_ray.units import format_count
     type=click.Path(path_type=Path),
     help="File that `lab run --events` wrote.  [default: network.jsonl in RUN, if any]",
 )
-@click.option("--html", type=FILE, default="report.html", show_default=True, help="File of the page.")
+@click.option("--html", type=FILE, show_default="report.html in RUN", help="File of the page.")
 @click.option("--price", type=click.FloatRange(min=0), help="US dollars per hour and worker, for the cost of the run.")
 @click.option("--open", "opens", is_flag=True, help="Open the page in a browser.")
 @json_option("verdict, plan, times and expected loss of each run")
-@plot_option("report.png")
+@plot_option(None, shown="report.png in RUN")
 def report(
     run_dir: Path,
     events: Path | None,
-    html: Path,
+    html: Path | None,
     price: float | None,
     opens: bool,
     json_path: str | None,
-    plot: Path,
+    plot: Path | None,
 ) -> None:
     """Explain a run: where its time went, its decisions and predictions, and what to try next.
 
@@ -49,6 +50,7 @@ def report(
 
     folder, console = run_dir.resolve(), console_for(json_path)
     records = _read_runs(folder, events)
+    html, plot = html or _inside(folder, "report.html"), plot or _inside(folder, "report.png")
     dense, decided = dense_of(records), [record for record in records if record.has_journal]
     for record in decided:
         name = f"{record.name}: " if len(decided) > 1 else ""
@@ -64,6 +66,12 @@ def report(
         write_json(json_path, {"runs": [describe_run(record, dense) for record in records]})
     if opens:
         click.launch(html.resolve().as_uri())
+
+
+def _inside(folder: Path, name: str) -> Path:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{folder / name} cannot be written; give --html and --plot other places")
+    return folder / name
 
 
 def totals_of(record: RunRecord) -> RunTotals:

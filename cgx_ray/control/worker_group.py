@@ -92,7 +92,6 @@ class WorkerGroupState:
         self._recent: list[JoinedStep] = []
         # Versions of the plan in force, on trial and permanent, and whether an outcome of it is known.
         self._versions, self._is_judged = {plan.version}, False
-        # Whether the policy was told that another plan was faster. It may have reasons to stay.
         # The policy's last decision: its time, number of network changes, and whether plans follow the link.
         self._decision_s, self._num_changes, self._follows_link = 0.0, 0, True
         self._predicted_s: float | None = None

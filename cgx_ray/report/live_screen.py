@@ -23,6 +23,9 @@ _PLAIN_INTERVAL_S = 5.0
 _BAR_WIDTH = 30
 # Ranks that are shown one by one, the slowest, and links: a view fits 24 lines.
 _SHOWN_RANKS, _SHOWN_LINKS = 4, 5
+# Characters of a decision that a panel shows: two lines of 80 columns. The journal has the rest; the prediction has a
+# line of its own.
+_SHOWN_CHARS = 116
 
 
 class Screen(Protocol):
@@ -202,6 +205,7 @@ def _decisions(lines: Sequence[DecisionLine]) -> RenderableType:
     for line in lines:
         later = f"measured {line.measured_s:.3g} s" if line.measured_s is not None else "not measured"
         text = Text(printable(line.text), style="bold" if line.is_change else "")
+        text.truncate(_SHOWN_CHARS, overflow="ellipsis")
         grid.add_row(str(line.step), text)
         grid.add_row("", Text(f"predicted {line.predicted_s:.3g} s per step, {later}", style="yellow"))
     return grid

@@ -15,9 +15,6 @@ PARTS = ("compute", "encode", "exchange", "decode")
 SHOWN_DECISIONS = 2
 # Lines of the journal that are shown.
 _SHOWN_EVENTS = ("decision", "outcome", "progress")
-# Characters of a decision that are shown: two lines of 80 columns, so that a view has 24 lines. The journal has the
-# rest; the prediction has a line of its own.
-SHOWN_CHARS = 116
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +172,7 @@ def decision_lines(
     return tuple(
         DecisionLine(
             step=line["step"],
-            text=_cut(f"{change_of(line)}: {line['reason']}"),
+            text=f"{change_of(line)}: {line['reason']}",
             is_change=line["kind"] != "keep",
             predicted_s=line["predicted_step_s"],
             measured_s=measured,
@@ -196,10 +193,6 @@ def outcomes_of(decisions: Sequence[Mapping[str, Any]], outcomes: Sequence[Mappi
                 measured[index] = outcome["measured_step_s"]
                 break
     return measured
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 4]} ..."
 
 
 def change_of(line: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
+from cgx_ray.control.journal.sentences import is_new_plan
 from cgx_ray.report.live_view import outcomes_of
 from cgx_ray.report.record import SMOOTHED_STEPS, RunRecord, smooth_losses
 
@@ -209,8 +210,8 @@ def dense_of(records: Sequence[RunRecord]) -> RunRecord | None:
 
 
 def num_changes(record: RunRecord) -> int:
-    """Return the number of decisions for another plan."""
-    return sum(line["kind"] != "keep" for line in record.decisions)
+    """Return the number of decisions for another plan, without those for a few measuring steps."""
+    return sum(map(is_new_plan, record.decisions))
 
 
 def last_loss(record: RunRecord) -> float | None:

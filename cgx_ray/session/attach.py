@@ -34,6 +34,7 @@ from cgx_ray.session.lines import end_line, start_line
 from cgx_ray.session.local_control import LocalControl
 from cgx_ray.session.settings import (
     MAX_TIMEOUT_S,
+    OF_STATIC,
     POLICY_ARGUMENTS,
     VARIABLE,
     Off,
@@ -49,7 +50,6 @@ logger = logging.getLogger(__name__)
 _SETTINGS = {field.name for field in fields(Settings)} - {"trace_steps"}
 # Settings that make plans. Those of a Ray Train worker come from the controller.
 _OF_PLANS = ("overrides", "exclude", "group_bytes")
-_OF_STATIC = ("codec", "scheme", "intra", "period")
 
 # Returns an engine at work behind a model, and a function that removes its hooks.
 EngineMaker = Callable[..., tuple[Engine | ShardedEngine, Callable[[], None]]]
@@ -180,7 +180,7 @@ def _check_given(
     if others.keys() - _SETTINGS:
         name = min(others.keys() - _SETTINGS)
         raise ConfigError(f"attach got {unknown('setting', name, sorted({*_SETTINGS, *POLICY_ARGUMENTS}))}")
-    if policy is None and (lost := sorted(given.keys() - set(_OF_STATIC))):
+    if policy is None and (lost := sorted(given.keys() - set(OF_STATIC))):
         wanted = "it to CGXConfig, which decides in Ray Train" if in_ray else "policy='adaptive', or another one"
         raise ConfigError(f"attach got {lost[0]} without a policy that has it; give {wanted}")
     if plan is not None and (given or policy is not None):

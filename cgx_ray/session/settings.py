@@ -42,6 +42,8 @@ WEIGHT_CHECK_STEPS = 500
 MAX_TIMEOUT_S = 1e9
 # Names the policy of a run in place of the one in its script.
 VARIABLE = "CGX_POLICY"
+# Arguments that mean the policy "static" where no policy is given.
+OF_STATIC = ("codec", "scheme", "intra", "period")
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,10 @@ class Settings:
 
     policy          an object of `cgx_ray.policies`, or a `Policy` of your own; or a name. "adaptive": start dense,
                     measure, decide, and decide again when the network changes. "static": one option for the whole
-                    run. "cgx", "flexible", "cupcake" and "bytecomp": as these papers decide; they do not promise to be
-                    no slower than dense. Or a name that an installed package offers, see
-                    `control.policies.named_policies`. The environment variable CGX_POLICY replaces a policy of another
-                    kind: "off", "static" or "adaptive"
+                    run. None: "static" if a codec, scheme, intra or period is given, else "adaptive". "cgx",
+                    "flexible", "cupcake" and "bytecomp": as these papers decide; they do not promise to be no slower
+                    than dense. Or a name that an installed package offers, see `control.policies.named_policies`. The
+                    environment variable CGX_POLICY replaces a policy of another kind: "off", "static" or "adaptive"
     codec, scheme, intra, period, fidelity, candidates, min_gain, review_s, periods, max_loss, method, alpha, bits,
     bucket_size, densities, prices
                     arguments of a policy that is given by its name: policy="static", codec="bf16" is Static("bf16").
@@ -125,7 +127,7 @@ class Settings:
     simulated_link  holds messages back as a slow link would; for demos and tests
     """
 
-    policy: Policy | str = "adaptive"
+    policy: Policy | str | None = None
     codec: InitVar[CodecSpec | str | None] = None
     scheme: InitVar[str | None] = None
     intra: InitVar[str | None] = None
@@ -157,7 +159,10 @@ class Settings:
     trace_steps: tuple[int, int] | None = None
 
     def __post_init__(self, *arguments: Any) -> None:
-        self.policy = _overruled(as_policy(self.policy, dict(zip(POLICY_ARGUMENTS, arguments, strict=True))))
+        given = dict(zip(POLICY_ARGUMENTS, arguments, strict=True))
+        if self.policy is None:
+            self.policy = "adaptive" if all(given[name] is None for name in OF_STATIC) else "static"
+        self.policy = _overruled(as_policy(self.policy, given))
         if self.transport not in TRANSPORTS:
             raise ConfigError(unknown("transport", self.transport, TRANSPORTS))
         counts = ("group_bytes", "num_streams", "weight_check_steps", "seed")
@@ -183,7 +188,7 @@ class Settings:
     @property
     def chosen_policy(self) -> Policy:
         """`policy`, as an object."""
-        assert not isinstance(self.policy, str)
+        assert isinstance(self.policy, Policy)
         return self.policy
 
     def codecs_by_layer(self) -> tuple[CodecSpec, ...]:

@@ -20,7 +20,7 @@ from cgx_ray.control.live_state import LiveState, new_actor_name, run_of_actor
 from cgx_ray.errors import ConfigError
 from cgx_ray.monitors.sample import HostLoad, NodeSample, node_steps
 from cgx_ray.report.live_screen import PlainScreen, draw_view, plain_line
-from cgx_ray.report.live_view import SHOWN_CHARS, LiveView, outcomes_of, view_of_controller, view_of_record
+from cgx_ray.report.live_view import LiveView, outcomes_of, view_of_controller, view_of_record
 from cgx_ray.report.record import load_run
 
 LOAD = HostLoad(sent_bytes_per_s=12e6, received_bytes_per_s=11e6, neighbour_bytes_per_s=3e6)
@@ -96,7 +96,7 @@ def test_of_many_ranks_the_slowest_are_shown(tmp_path: Path) -> None:
 def test_a_view_fits_a_terminal_of_80_by_24_and_keeps_predictions(tmp_path: Path) -> None:
     view = view_of_controller(asked(trained(tmp_path), tmp_path))
     ranks = tuple(replace(view.ranks[0], name=f"rank {rank}", step_s=1.0 + rank) for rank in range(64))
-    decided = tuple(replace(line, text=f"{line.text} {'and more ' * 40}"[:SHOWN_CHARS]) for line in view.decisions)
+    decided = tuple(replace(line, text=f"{line.text} {'and more ' * 40}") for line in view.decisions)
     nodes = (view.links[0], *[view.links[1]] * 16)
     lines = lines_of(replace(view, ranks=ranks, links=nodes, decisions=decided, loss=4.5, notes=("slow", "silent")))
     assert len(lines) <= 24, "\n".join(lines)

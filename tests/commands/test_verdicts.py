@@ -58,11 +58,11 @@ def invoke(*words: object) -> str:
 
 def report(run: Path, *words: str) -> tuple[str, str, dict[str, Any]]:
     """Return the first line, the page and the JSON."""
-    files = {name: run / f"report.{name}" for name in ("html", "json", "png")}
-    options = ["--html", files["html"], "--json", files["json"], "--plot", files["png"]]
-    said = invoke("report", run, *options, *words)
-    (found,) = json.loads(files["json"].read_text())["runs"]
-    return said.splitlines()[0], files["html"].read_text(), found
+    numbers, page = run / "report.json", run / "report.html"
+    said = invoke("report", run, "--json", numbers, *words)
+    assert said.splitlines()[-1].endswith(f"; picture: {run / 'report.png'}; report: {page}")
+    (found,) = json.loads(numbers.read_text())["runs"]
+    return said.splitlines()[0], page.read_text(), found
 
 
 def test_the_verdict_is_the_first_line_of_the_report_its_page_and_its_json(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from support.control_runs import start
 from support.samples import step_sample
 
-from cgx_ray.control.journal.sentences import MAX_LINE, RunTotals, decision_line
+from cgx_ray.control.journal.sentences import MAX_LINE, RunTotals, decision_line, is_new_plan
 from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.logs import NAME
 from cgx_ray.plan import Layer, make_plan
@@ -61,6 +61,9 @@ def test_a_new_plan_is_one_line_in_plain_words() -> None:
 
 
 def test_measuring_steps_say_what_they_are_for() -> None:
+    trials = ("codec_trial", "dense_trial", "return")
+    assert not any(is_new_plan(decided("dense", QSGD, made_by=one)) for one in trials)
+    assert is_new_plan(decided("dense", QSGD))
     trial = decision_line(decided("dense", "bf16 over sra", made_by="codec_trial"), "bf16")
     assert trial == "step 12: trying bf16 on one layer, to time it"
     compare = decision_line(decided(QSGD, "dense", made_by="dense_trial"))

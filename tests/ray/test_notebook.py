@@ -49,4 +49,4 @@ def test_the_notebook_decides_for_compression_and_reports_it(
     said = capsys.readouterr().out
     assert "qsgd" in said
     assert "faster than dense" in said
-    assert (tmp_path / "report.html").exists()
+    assert Path(names["folder"], "notebook", "report.html").exists()
