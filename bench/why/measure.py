@@ -17,21 +17,24 @@ _NUM_RANKS = 2
 def why(run: BenchRun) -> Iterable[Row]:
     """Time steps that `cgx-ray why` observes beside others.
 
-    Two ranks on loopback train a model that is observed and one that is not, in turns.
+    Two ranks on loopback train a model that is observed and two that are not, in turns. How the two differ is noise.
     """
-    job = {"num_steps": 5, "num_turns": 1} if run.quick else {"num_steps": 50, "num_turns": 7}
+    job = {"num_steps": 5, "num_turns": 1} if run.quick else {"num_steps": 50, "num_turns": 9}
     (line,) = run_ranks("bench.why.rank", job, name="bench why", num_ranks=_NUM_RANKS)
     found = json.loads(line)
-    observed_s, bare_s = ([turn[place] for turn in found["turns"]] for place in (0, 1))
-    ratio = median(one / other for one, other in zip(observed_s, bare_s, strict=True))
-    return [
+    bare_ms = 1e3 * median(turn["bare"] for turn in found["turns"])
+    rows = [
         Row(
-            name="observed_step",
-            value=1e3 * median(observed_s),
+            name=f"{name}_step",
+            value=1e3 * median(turn[name] for turn in found["turns"]),
             unit="ms",
-            baseline=1e3 * median(bare_s),
-            ratio=ratio,
-            goal="<= 1.02",
-        ),
+            baseline=bare_ms,
+            ratio=median(turn[name] / turn["bare"] for turn in found["turns"]),
+            goal=goal,
+        )
+        for name, goal in (("observed", "<= 1.02"), ("bare_again", None))
+    ]
+    return [
+        *rows,
         Row(name="observer_memory", value=found["extra_mib"], unit="MiB", goal="<= 64"),
     ]

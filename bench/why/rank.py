@@ -1,4 +1,4 @@
-"""One rank of `python -m bench why`: trains a model that is observed and one that is not, in turns."""
+"""One rank of `python -m bench why`: trains a model that is observed and two that are not, in turns."""
 
 from __future__ import annotations
 
@@ -24,22 +24,33 @@ _NUM_LAYERS, _WIDTH, _BATCH = 40, 192, 64
 
 
 def measure(job: dict[str, Any]) -> None:
-    """Write the median steps of both, by turn, and the memory that the first observer took, as one line of JSON."""
-    num_steps, turns, extra_mib = job["num_steps"], [], 0.0
+    """Write the median steps of each, by turn, and the memory that the first observer took, as one line of JSON."""
+    num_steps, turns = job["num_steps"], []
     with tempfile.TemporaryDirectory() as folder:
-        for turn in range(job["num_turns"] + 1):
-            bare_s = _train(_model(), num_steps)
-            before = psutil.Process().memory_info().rss
-            model, finish = _observed(Path(folder), num_steps)
-            observed_s = _train(model, num_steps)
-            if turn == 0:
-                # In the first turn processors and allocators settle.
-                extra_mib = (psutil.Process().memory_info().rss - before) / 2**20
-            else:
-                turns.append((observed_s, bare_s))
-            finish()
+        _train(_model(), num_steps)
+        # Here processors and allocators settle, too.
+        _, extra_mib = _train_observed(Path(folder), num_steps)
+        for turn in range(job["num_turns"]):
+            ways = {
+                "observed": lambda: _train_observed(Path(folder), num_steps)[0],
+                "bare": lambda: _train(_model(), num_steps),
+                "bare_again": lambda: _train(_model(), num_steps),
+            }
+            # Each comes first, second and last as often.
+            names = [*ways][turn % len(ways) :] + [*ways][: turn % len(ways)]
+            turns.append({name: ways[name]() for name in names})
     if dist.get_rank() == 0:
         print(json.dumps({"turns": turns, "extra_mib": extra_mib}), flush=True)
+
+
+def _train_observed(folder: Path, num_steps: int) -> tuple[float, float]:
+    """Return the median step, and the MiB that the process has grown by."""
+    before = psutil.Process().memory_info().rss
+    model, finish = _observed(folder, num_steps)
+    step_s = _train(model, num_steps)
+    extra_mib = (psutil.Process().memory_info().rss - before) / 2**20
+    finish()
+    return step_s, extra_mib
 
 
 def _observed(folder: Path, num_steps: int) -> tuple[nn.Module, Any]:
