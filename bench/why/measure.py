@@ -17,24 +17,22 @@ _NUM_RANKS = 2
 def why(run: BenchRun) -> Iterable[Row]:
     """Time steps that `cgx-ray why` observes beside others.
 
-    Two ranks on loopback train a model that is observed and two that are not, in turns. How the two differ is noise.
+    Two ranks on loopback train a model that is observed and two that are not, a step of each in turn. How the two
+    differ is noise.
     """
-    job = {"num_steps": 5, "num_turns": 1} if run.quick else {"num_steps": 50, "num_turns": 9}
+    job = {"num_steps": 9 if run.quick else 900}
     (line,) = run_ranks("bench.why.rank", job, name="bench why", num_ranks=_NUM_RANKS)
     found = json.loads(line)
-    bare_ms = 1e3 * median(turn["bare"] for turn in found["turns"])
+    bare_ms = 1e3 * median(step["bare"] for step in found["steps"])
     rows = [
         Row(
             name=f"{name}_step",
-            value=1e3 * median(turn[name] for turn in found["turns"]),
+            value=1e3 * median(step[name] for step in found["steps"]),
             unit="ms",
             baseline=bare_ms,
-            ratio=median(turn[name] / turn["bare"] for turn in found["turns"]),
+            ratio=median(step[name] / step["bare"] for step in found["steps"]),
             goal=goal,
         )
         for name, goal in (("observed", "<= 1.02"), ("bare_again", None))
     ]
-    return [
-        *rows,
-        Row(name="observer_memory", value=found["extra_mib"], unit="MiB", goal="<= 64"),
-    ]
+    return [*rows, Row(name="observer_memory", value=found["extra_mib"], unit="MiB", goal="<= 64")]

@@ -1,12 +1,11 @@
-"""One rank of `python -m bench why`: trains a model that is observed and two that are not, in turns."""
+"""One rank of `python -m bench why`: trains a model that is observed and two that are not, a step of each in turn."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,63 +20,57 @@ from cgx_ray_autoload.observing import Guard
 
 # Layers, so that there are many hooks, and their size. A step takes some 30 ms on a core, which is short.
 _NUM_LAYERS, _WIDTH, _BATCH = 40, 192, 64
+# More than the observer's own.
+_NUM_WARM_STEPS = 10
 
 
 def measure(job: dict[str, Any]) -> None:
-    """Write the median steps of each, by turn, and the memory that the first observer took, as one line of JSON."""
-    num_steps, turns = job["num_steps"], []
+    """Write the seconds of each step of the three, and the memory that the observer took, as one line of JSON."""
+    num_steps, steps = job["num_steps"], []
+    trained = {name: _model() for name in ("bare", "bare_again", "observed")}
+    for model in trained.values():
+        # Processors and allocators settle.
+        _stepper(model)()
     with tempfile.TemporaryDirectory() as folder:
-        _train(_model(), num_steps)
-        # Here processors and allocators settle, too.
-        _, extra_mib = _train_observed(Path(folder), num_steps)
-        for turn in range(job["num_turns"]):
-            ways = {
-                "observed": lambda: _train_observed(Path(folder), num_steps)[0],
-                "bare": lambda: _train(_model(), num_steps),
-                "bare_again": lambda: _train(_model(), num_steps),
-            }
+        before = psutil.Process().memory_info().rss
+        finish = _observe(trained["observed"], Path(folder), _NUM_WARM_STEPS + num_steps)
+        ways = [(name, _stepper(model)) for name, model in trained.items()]
+        for step in range(_NUM_WARM_STEPS + num_steps):
             # Each comes first, second and last as often.
-            names = [*ways][turn % len(ways) :] + [*ways][: turn % len(ways)]
-            turns.append({name: ways[name]() for name in names})
+            order = ways[step % len(ways) :] + ways[: step % len(ways)]
+            steps.append({name: train() for name, train in order})
+        extra_mib = (psutil.Process().memory_info().rss - before) / 2**20
+        finish()
     if dist.get_rank() == 0:
-        print(json.dumps({"turns": turns, "extra_mib": extra_mib}), flush=True)
+        print(json.dumps({"steps": steps[_NUM_WARM_STEPS:], "extra_mib": extra_mib}), flush=True)
 
 
-def _train_observed(folder: Path, num_steps: int) -> tuple[float, float]:
-    """Return the median step, and the MiB that the process has grown by."""
-    before = psutil.Process().memory_info().rss
-    model, finish = _observed(folder, num_steps)
-    step_s = _train(model, num_steps)
-    extra_mib = (psutil.Process().memory_info().rss - before) / 2**20
-    finish()
-    return step_s, extra_mib
-
-
-def _observed(folder: Path, num_steps: int) -> tuple[nn.Module, Any]:
+def _observe(model: DistributedDataParallel, folder: Path, num_steps: int) -> Callable[[], None]:
     from cgx_ray.why.observer import Observer  # noqa: PLC0415 - its memory counts
     from cgx_ray.why.records import ObserverOptions  # noqa: PLC0415
 
     observer = Observer(Guard(folder / str(dist.get_rank())), ObserverOptions(num_steps=num_steps))
-    model = _model()
     observer.add_model(model)
-    return model, observer.finish
+    return observer.finish
 
 
 def _model() -> DistributedDataParallel:
     return DistributedDataParallel(nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_NUM_LAYERS))))
 
 
-def _train(model: nn.Module, num_steps: int) -> float:
-    """Return the median step of `num_steps` after those to warm up."""
+def _stepper(model: nn.Module) -> Callable[[], float]:
+    """Return what trains `model` for a step, and returns its seconds."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batch_NI = torch.ones((_BATCH, _WIDTH), dtype=torch.float32, device="cpu")
-    ends = [time.perf_counter()]
-    for _ in range(num_steps + 5):
+
+    def train() -> float:
+        begin_s = time.perf_counter()
         optimizer.zero_grad()
         model(batch_NI).mean().backward()
         optimizer.step()
-        ends.append(time.perf_counter())
-    return statistics.median(after - before for before, after in itertools.pairwise(ends[5:]))
+        return time.perf_counter() - begin_s
+
+    return train
 
 
 if __name__ == "__main__":
