@@ -22,6 +22,7 @@ from cgx_ray.cli import main
 PAGES = sorted(
     [
         *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs" / "papers").glob("*.md"),
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "dashboards/README.md", "deploy/k8s/README.md")),
         *(ROOT / "examples").glob("*.md"),
     ]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 import pytest
-from making import fault_tables, who_wins, worth_table
+from making import fault_tables, papers, who_wins, worth_table
 from making.docstrings import with_lists
 from making.links import ELSEWHERE, with_site_links
 from making.words import abbreviations
@@ -37,6 +37,9 @@ def test_every_page_is_in_the_site(site: Path) -> None:
     pages = {path.with_suffix(".html").name for path in (ROOT / "docs").glob("*.md")}
     pages |= {Path(name).with_suffix(".html").name for name in ELSEWHERE.values()}
     assert pages - {path.name for path in site.glob("*.html")} == set()
+    about_papers = {path.name for path in (ROOT / "docs" / "papers").glob("*.md")} - {"README.md"}
+    assert about_papers == set(papers.PAGES)
+    assert all((site / "papers" / name).with_suffix(".html").exists() for name in ("index.md", *about_papers))
     assert not (site / "making").exists()
 
 
@@ -77,6 +80,11 @@ def test_words_have_a_page_and_tooltips_and_the_search_works_from_the_disk(site:
 
 def test_the_table_of_worth_is_what_the_planner_says_today() -> None:
     assert worth_table.PAGE.read_text() == worth_table.page(), "run: .venv/bin/python docs/making/worth_table.py"
+
+
+@pytest.mark.parametrize("name", papers.PAGES)
+def test_the_tables_of_a_paper_are_what_the_files_of_the_benches_say(name: str) -> None:
+    assert (papers.FOLDER / name).read_text() == papers.page(name), "run: .venv/bin/python -m docs.making.papers"
 
 
 def test_the_picture_of_who_wins_shows_each_choice_and_none_that_a_small_model_pays_for() -> None:
