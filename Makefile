@@ -34,7 +34,7 @@ quick: .venv/.installed
 	@$(BIN)/pytest -q -m "not (gpu or slow or long)" -n 2 $(QUICK_TESTS) $(ARGS)
 
 test: system .venv/.installed
-	@$(BIN)/pytest -m "not gpu and not slow" -n 3 $(ARGS)
+	@$(BIN)/pytest -m "not gpu and not slow" -n 4 $(ARGS)
 
 # Every fault of docs/reliability.md, and all tests that are too slow for `make test`.
 test-faults: system .venv/.installed
