@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from cgx_ray.commands.options import FILE, console_for, json_option, plot_option
+from cgx_ray.commands.options import FILE, PICTURE, console_for, json_option, plot_option
 from cgx_ray.control.journal.sentences import RunTotals
 from cgx_ray.errors import ConfigError
 from cgx_ray.report.live_view import broken_note, plan_in_force
@@ -46,11 +46,14 @@ def report(
     RUN is the folder <storage path>/<run name> of a run with CGXConfig, or a folder of several runs, such as a demo's,
     which are compared. Training may still go on. Prints the verdict; writes a page that works offline, and a picture.
     """
-    from cgx_ray.report.picture import plot_runs  # noqa: PLC0415 - the extra plots
-
     folder, console = run_dir.resolve(), console_for(json_path)
+    # Of another user's run the report goes to the current folder.
+    place = folder if os.access(folder, os.W_OK | os.X_OK) else Path()
+    html = html or FILE.convert(place / "report.html", None, None)
+    plot = plot or PICTURE.convert(place / "report.png", None, None)
+    from cgx_ray.report.picture import plot_runs  # noqa: PLC0415 - the extra plots, of which `convert` has made sure
+
     records = _read_runs(folder, events)
-    html, plot = html or _inside(folder, "report.html"), plot or _inside(folder, "report.png")
     dense, decided = dense_of(records), [record for record in records if record.has_journal]
     for record in decided:
         name = f"{record.name}: " if len(decided) > 1 else ""
@@ -66,12 +69,6 @@ def report(
         write_json(json_path, {"runs": [describe_run(record, dense) for record in records]})
     if opens:
         click.launch(html.resolve().as_uri())
-
-
-def _inside(folder: Path, name: str) -> Path:
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"{folder / name} cannot be written; give --html and --plot other places")
-    return folder / name
 
 
 def totals_of(record: RunRecord) -> RunTotals:

@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from cgx_ray.control.journal.sentences import is_new_plan
 from cgx_ray.lab.schedule import Schedule, ScheduledAction
 from cgx_ray.report.links import Field, draw_links
 from cgx_ray.report.record import SMOOTHED_STEPS, RunRecord, smooth_losses
@@ -192,7 +193,7 @@ def _draw_decisions(
     """Draw a marker per decision, filled where the plan changed."""
     color = _COLORS.get(record.name, _OTHER_COLOR)
     for is_kept in (False, True):
-        chosen = [index for index, line in enumerate(record.decisions) if (line["kind"] == "keep") == is_kept]
+        chosen = [index for index, line in enumerate(record.decisions) if is_new_plan(line) != is_kept]
         if chosen:
             axes.plot(
                 [axis.at(record.decisions[index]) for index in chosen],
@@ -210,7 +211,7 @@ def _mark_plans(panels: Sequence[Axes], record: RunRecord) -> None:
     """Draw a line through all panels where a new plan came into force; without steps, where it was decided."""
     color = _COLORS.get(record.name, _OTHER_COLOR)
     axis = _StepAxis(record)
-    marks = [(axis.at(line), line["new"]["plan"]) for line in record.decisions if line["kind"] != "keep"]
+    marks = [(axis.at(line), line["new"]["plan"]) for line in record.decisions if is_new_plan(line)]
     if record.steps:
         pairs = zip(record.steps, record.steps[1:], strict=False)
         decided = {line["new"].get("version") for line in record.decisions}

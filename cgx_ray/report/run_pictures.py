@@ -10,6 +10,7 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from cgx_ray.control.journal.sentences import is_new_plan
 from cgx_ray.report.live_view import outcomes_of
 from cgx_ray.report.record import RunRecord, smooth_losses
 from cgx_ray.report.run_facts import (
@@ -316,7 +317,7 @@ def _edges(found: Sequence[StepSpan]) -> list[float]:
 
 def _mark_changes(axes: Axes, record: RunRecord) -> list[int]:
     """Draw a line after each step at which a new plan was decided; return the steps."""
-    steps = [line["step"] for line in record.decisions if line["kind"] != "keep"]
+    steps = [line["step"] for line in record.decisions if is_new_plan(line)]
     for step in steps:
         axes.axvline(step + 0.5, color=INK, linestyle="--", linewidth=0.9)
     return steps

@@ -79,6 +79,12 @@ def _overruled(policy: Policy) -> Policy:
     return policy if isinstance(policy, type(named)) else named
 
 
+def _split(arguments: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the names of those arguments of policies that are given: those of `Static`, and others."""
+    given = [name for name, value in arguments.items() if value is not None]
+    return [name for name in given if name in OF_STATIC], [name for name in given if name not in OF_STATIC]
+
+
 def is_timeout(timeout_s: object) -> bool:
     """Return True if `timeout_s` is a number of seconds that the run can wait."""
     return isinstance(timeout_s, int | float) and math.isfinite(timeout_s) and 0 < timeout_s <= MAX_TIMEOUT_S
@@ -161,7 +167,13 @@ class Settings:
     def __post_init__(self, *arguments: Any) -> None:
         given = dict(zip(POLICY_ARGUMENTS, arguments, strict=True))
         if self.policy is None:
-            self.policy = "adaptive" if all(given[name] is None for name in OF_STATIC) else "static"
+            static, others = _split(given)
+            if static and others:
+                raise ConfigError(
+                    f"{static[0]} means policy 'static', which has no {others[0]}; leave one of them out, or give a "
+                    "policy that takes both"
+                )
+            self.policy = "static" if static else "adaptive"
         self.policy = _overruled(as_policy(self.policy, given))
         if self.transport not in TRANSPORTS:
             raise ConfigError(unknown("transport", self.transport, TRANSPORTS))

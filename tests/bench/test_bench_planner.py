@@ -28,7 +28,7 @@ def test_quick_run_writes_rows_tables_and_picture(monkeypatch: pytest.MonkeyPatc
     assert len(rows) == len(written["rows"])
     assert {row["goal"] for row in rows.values()} == {None}
     value = {name: row["value"] for name, row in rows.items()}
-    assert (value["table6_winners"], value["tree_paths"]) == (18, 4341)
+    assert (value["table6_winners"], value["tree_paths"]) == (27, 4341)
     assert (value["fusion_equals_brute_force"], value["joint_equals_brute_force"]) == (20, 10)
     for name, ratio in value.items():
         if name.endswith(("_over_joint", "_over_best", "_over_fusion")):

@@ -231,7 +231,7 @@ def test_an_unknown_intra_is_refused_and_adaptive_chooses_for_itself() -> None:
     with pytest.raises(ConfigError, match="unknown intra 'sparse'; known: flat, dense, compressed"):
         Settings(policy="static", intra="sparse")
     with pytest.raises(ConfigError, match="intra 'dense' is not allowed with policy 'adaptive'"):
-        Settings(intra="dense")
+        Settings(policy="adaptive", intra="dense")
 
 
 LAN, BUS = Link.from_rates(bandwidth_gbps=1, latency_ms=1), Link.from_rates(bandwidth_gbps=80, latency_ms=0.01)

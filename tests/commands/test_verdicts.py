@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,17 @@ def test_a_static_run_is_reported_and_compared_with_predicted_dense_steps(tmp_pa
 def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
     write_json("-", {"loss": math.nan, "rows": [(math.inf, 1.5)]})
     assert json.loads(capsys.readouterr().out) == {"loss": None, "rows": [[None, 1.5]]}
+
+
+def test_the_report_of_a_folder_that_is_read_only_goes_to_the_current_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, here = train(tmp_path / "run", 0.1), tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode == os.R_OK or Path(path) != run)
+    assert invoke("report", run).splitlines()[-1].endswith("; picture: report.png; report: report.html")
+    assert {path.name for path in here.iterdir()} == {"report.html", "report.png"}
 
 
 def test_the_page_is_opened_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,8 @@ def test_a_name_with_arguments_is_the_policy_that_they_make() -> None:
         assert config == cgx_ray.CGXConfig(policy=cls(**arguments))
         assert config.policy == cls(**arguments) != cls()
     assert cgx_ray.CGXConfig().policy == cgx_ray.Adaptive()
-    assert cgx_ray.CGXConfig(codec="bf16", period=4).policy == cgx_ray.Static("bf16", period=4), "as attach"
+    for own in ({"codec": "bf16", "period": 4}, {"intra": "dense"}, {"scheme": "dense"}):
+        assert cgx_ray.CGXConfig(**own).policy == cgx_ray.Static(**own), "as attach"
 
 
 def test_a_static_policy_takes_the_scheme_that_fits_its_codec() -> None:

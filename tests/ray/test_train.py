@@ -400,6 +400,10 @@ def test_top_attaches_to_a_run_from_another_process_and_ends_with_it(adaptive: A
             {"policy": "clever"},
             "unknown policy 'clever'; known: adaptive, bytecomp, cgx, cupcake, flexible, static; of installed",
         ),
+        (
+            {"codec": "topk", "fidelity": "fast"},
+            "codec means policy 'static', which has no fidelity; leave one of them",
+        ),
         ({"policy": "static", "codec": "zip"}, "unknown codec 'zip'; known: none, fp16, bf16, prefix, qsgd"),
         ({"codec": "qsgdd:bits=4"}, "unknown codec 'qsgdd'; did you mean 'qsgd'"),
         ({"policy": "static", "codec": "qsgd:bits=9"}, "bits 9 is not allowed; give a whole number from 1 to 8"),
@@ -411,7 +415,7 @@ def test_top_attaches_to_a_run_from_another_process_and_ends_with_it(adaptive: A
             "unknown scheme 'mesh'; known: dense, allreduce, allgather, sra, ",
         ),
         (
-            {"codec": "topk", "scheme": "allgather"},
+            {"policy": "adaptive", "codec": "topk", "scheme": "allgather"},
             "codec 'topk' is not allowed with policy 'adaptive', which takes fidelity, candidates, min_gain, review_s, "
             "periods, max_loss; leave it out, or give policy='bytecomp' or 'cupcake' or 'static'",
         ),
