@@ -203,6 +203,11 @@ def change_of(line: Mapping[str, Any]) -> str:
     return f"{old} -> {new}" if old != new else f"{new}, other groups"
 
 
+def is_new_plan(line: Mapping[str, Any]) -> bool:
+    """Return whether a decision chose another plan, and not one for a few measuring steps."""
+    return line["kind"] != "keep" and line.get("made_by") not in ("codec_trial", "dense_trial", "return")
+
+
 def describe_decision(line: Mapping[str, Any]) -> str:
     """Return a line with step, old and new plan, and the reason, which contains the prediction."""
     return f"step {line['step']}: {change_of(line)}: {line['reason']}"

@@ -10,9 +10,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cgx_ray.control.journal.sentences import is_new_plan
 from cgx_ray.lab.schedule import Schedule, ScheduledAction
 from cgx_ray.report.links import Field, draw_links
+from cgx_ray.report.live_view import is_new_plan
 from cgx_ray.report.record import SMOOTHED_STEPS, RunRecord, smooth_losses
 from cgx_ray.report.style import (
     BLUE,

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from cgx_ray.control.journal.sentences import is_new_plan
-from cgx_ray.report.live_view import outcomes_of
+from cgx_ray.report.live_view import is_new_plan, outcomes_of
 from cgx_ray.report.record import SMOOTHED_STEPS, RunRecord, smooth_losses
 
 # Usual prediction error, either way, from which predictions deserve attention.

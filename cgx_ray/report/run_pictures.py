@@ -10,8 +10,7 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cgx_ray.control.journal.sentences import is_new_plan
-from cgx_ray.report.live_view import outcomes_of
+from cgx_ray.report.live_view import is_new_plan, outcomes_of
 from cgx_ray.report.record import RunRecord, smooth_losses
 from cgx_ray.report.run_facts import (
     StepSpan,

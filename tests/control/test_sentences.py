@@ -15,10 +15,11 @@ import pytest
 from support.control_runs import start
 from support.samples import step_sample
 
-from cgx_ray.control.journal.sentences import MAX_LINE, RunTotals, decision_line, is_new_plan
+from cgx_ray.control.journal.sentences import MAX_LINE, RunTotals, decision_line
 from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.logs import NAME
 from cgx_ray.plan import Layer, make_plan
+from cgx_ray.report.live_view import is_new_plan
 from cgx_ray.session.lines import end_line, start_line
 from cgx_ray.session.settings import Settings
 

@@ -51,11 +51,6 @@ def decision_line(entry: Mapping[str, Any], codec: str | None = None) -> str:
     return _line(head, cause, tail)
 
 
-def is_new_plan(entry: Mapping[str, Any]) -> bool:
-    """Return whether a decision of the journal chose another plan, and not one for a few measuring steps."""
-    return entry["kind"] != "keep" and entry.get("made_by") not in ("codec_trial", "dense_trial", "return")
-
-
 def _line(head: str, cause: str, tail: str) -> str:
     """Join the parts; a cause for which there is no room is cut, or left out."""
     room = MAX_LINE - len(head) - len(tail) - 2
@@ -120,7 +115,8 @@ class RunTotals:
         elif entry["event"] == "decision":
             self._take_plan(entry["old"])
             self._take_plan(entry["new"])
-            if is_new_plan(entry):
+            # Plans for a few steps are none that anything is since.
+            if entry["kind"] != "keep" and entry.get("made_by") not in ("codec_trial", "dense_trial", "return"):
                 self._set_plan(entry["new"]["plan"], entry["step"] + 1)
         elif entry["event"] == "progress" and entry["num_steps"] and entry["step_s"] > 0:
             self._add_progress(entry)
