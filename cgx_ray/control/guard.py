@@ -41,15 +41,15 @@ def disable(state: WorkerGroupState, reason: str) -> Decision:
     )
 
 
-def return_home(state: WorkerGroupState, measuring: MeasuringSteps) -> Decision:
-    """Return the decision to end `measuring`."""
+def return_home(state: WorkerGroupState, measuring: MeasuringSteps, cut_by: str | None = None) -> Decision:
+    """Return the decision to end `measuring`. `cut_by`: what ends it before it has measured anything."""
     measured = state.known()
     predicted = predict(measured, groups_of(measuring.home, state.layers))
     what = "dense is measured" if measuring.codec is None else f"{measuring.codec.describe()} is timed"
     return Decision(
         kind="replace",
         plan=replace(measuring.home, version=state.plan.last_version + 1, lease=None),
-        reason=f"{what}: back to {predicted.describe_options()}",
+        reason=f"{cut_by or what}: back to {predicted.describe_options()}",
         predicted=predicted,
         step_s=state.steps.errors.step_s(predicted),
         dense_s=state.steps.dense_s(measured),

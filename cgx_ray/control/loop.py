@@ -213,7 +213,8 @@ class ControlLoop:
         is_current = state.add_step(step, at.now_s)
         self._progress.add_step(step, state.speed_up if is_current else None, at.now_s)
         if not is_current:
-            return None
+            # A plan is on its way to the ranks. If the link changes meanwhile, it may be none for this link.
+            return self._decide(state, at)
         self._write_outcome(state, step, at)
         guarded = self._policy.is_guarded
         decision = (self._guard(state, at) if guarded else None) or self._decide(state, at)
@@ -332,17 +333,26 @@ class ControlLoop:
 
     def _decide(self, state: WorkerGroupState, at: _When) -> Decision | None:
         """Ask the policy if there is a cause, and time a codec if it changes nothing."""
-        measured = state.measured() if self._policy.decides else None
+        if not self._policy.decides:
+            return None
+        own = state.measured()
+        measured = own or state.on_link_of_now()
         cause = state.cause(at.now_s, measured, self._policy.review_s) if measured is not None else None
-        if measured is None or cause is None:
+        # Before a plan's own steps are measured, only another link is a reason to leave it.
+        if measured is None or cause is None or (own is None and cause.kind != "network"):
             return None
         state.learn(at.now_s)
         measured = state.known()
         if self._policy.is_guarded:
             state.bans.add(state.costly_options(measured, self._policy.options), at.now_s)
             measured = replace(measured, max_period=state.max_period)
-        asked = self._situation(state, cause.text, state.plan, measured, at)
+        # On another link measuring steps say nothing.
+        measuring, state.measuring = state.measuring, None
+        home = measuring.home if measuring is not None else state.plan
+        asked = self._situation(state, cause.text, home, measured, at)
         decision = self._ask(state, asked, at)
+        if measuring is not None and (decision is None or decision.kind == "keep"):
+            return self._apply(state, return_home(state, measuring, cause.text), measured, at, "return", cause.kind)
         if decision is None:
             return None
         trial = codec_trial(self._policy, asked, decision) if decision.kind == "keep" else None

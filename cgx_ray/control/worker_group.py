@@ -24,6 +24,7 @@ from cgx_ray.control.learned.measured import (
     is_dense,
     network_of,
     non_dense_options,
+    on_link,
     resized,
 )
 from cgx_ray.control.network.changes import SETTLE_S, ComputeChanges, SlowRanks, network_cause
@@ -125,11 +126,8 @@ class WorkerGroupState:
 
     def learned(self) -> Learned | None:
         """Return what the next worker group shall start with; None before the first measurements."""
-        measured = self.measured() or self.decided
-        if measured is None:
-            return None
-        own = self.steps
-        return Learned(measured=measured, errors=own.errors, bans=self.bans, baseline=own.baseline)
+        known, own = self.measured() or self.decided, self.steps
+        return Learned(measured=known, errors=own.errors, bans=self.bans, baseline=own.baseline) if known else None
 
     def note(self, news: str) -> None:
         """Have the policy asked as soon as there are measurements, because of `news`."""
@@ -202,10 +200,9 @@ class WorkerGroupState:
 
         Then one step is enough to look for another network.
         """
-        if step.plan_version not in self._versions:
-            return False
-        before = [one.step_s for one in self._recent if one.plan_version in self._versions]
-        usual_s = median(before) if len(before) >= FEW else self._predicted_s
+        is_current = step.plan_version in self._versions
+        before = [one.step_s for one in self._recent if (one.plan_version in self._versions) == is_current]
+        usual_s = median(before) if len(before) >= FEW else self._predicted_s if is_current else None
         return usual_s is not None and step.step_s >= OBVIOUS * usual_s
 
     @property
@@ -284,14 +281,12 @@ class WorkerGroupState:
 
     def cause(self, now_s: float, measured: Measured, review_s: float = REVIEW_S) -> Cause | None:
         """Return why to decide now, or None. `review_s`: time after a decision until the next one."""
-        if self.measuring is not None:
-            return None
         if self.decided is None:
             return Cause("first_measurements", "first measurements")
         text = self._link_cause(self.decided.network.between, measured, now_s)
         if text is not None:
             return Cause("network", text)
-        if self.pending is not None:
+        if self.pending is not None or self.measuring is not None:
             return None
         if self.failed is not None:
             return Cause("ban", f"{self.failed} failed")
@@ -327,7 +322,7 @@ class WorkerGroupState:
         """Return what to plan for: `measured`, or with each of the newest links if they change fast."""
         if not self.links.is_unsteady:
             return [measured]
-        return [replace(measured, network=replace(measured.network, between=one)) for one in self.links.different()]
+        return [on_link(measured, one) for one in self.links.different()]
 
     def apply(
         self,
@@ -359,19 +354,23 @@ class WorkerGroupState:
 
     def known(self) -> Measured:
         """Return the current measurements, or those of the last decision where some are missing."""
-        measured = self.measured() or self.decided
+        measured = self.measured() or self.on_link_of_now() or self.decided
         assert measured is not None
         return measured
 
+    def on_link_of_now(self) -> Measured | None:
+        """Return the measurements of the last decision on the link of now; None while one of them is missing."""
+        between = self.network.link
+        return on_link(self.decided, between) if self.decided is not None and between is not None else None
+
     def measured(self) -> Measured | None:
         """Return the current measurements for the planner; None while some are missing."""
-        recent, rate = self._recent, self.network.bandwidth
+        recent, between = self._recent, self.network.link
         if any(step.plan_version not in self._versions for step in recent):
             # Before the first step of a new plan, the groups that were measured are those of the plan before.
             return None
-        if len(recent) < FEW or rate is None or (self._needs_gains and not self.gains.gain):
+        if len(recent) < FEW or between is None or (self._needs_gains and not self.gains.gain):
             return None
-        between = Link(alpha_s=self.network.latency_s or self.network.probed_s, beta_s_per_byte=1 / rate.value)
         inside, device_sums = inside_of(recent[-1].inside)
         backward_s, after_s = compute_times(self.layers, self.plan, recent, self.steps.compute_slowdown, self.decided)
         # A node may say nothing for a moment.

@@ -77,6 +77,7 @@ class FakeTraining:
     pause_s      before a step, by step and rank; the other ranks wait for the longest
     weight_drift what a comparison of the weights finds, see `StepSample`
     has_mesh     ranks greet each other, so messages are pushed and exchanges are not sure
+    lag          steps after a decision in which the ranks still use the plan before
     """
 
     loop: ControlLoop
@@ -104,10 +105,13 @@ class FakeTraining:
     inside: dict[int, InsideLink] = field(default_factory=dict)
     has_mesh: bool = False
     weight_drift: float | None = None
+    lag: int = 0
+    _newest: list[Plan] = field(default_factory=list)
 
     def run(self, num_steps: int) -> list[Decision]:
         decisions = []
         for _ in range(num_steps):
+            self._newest.append(self.loop.plans[-1])
             self.noise = self.jitter * (2 * random.Random(self.step).random() - 1)
             samples = tuple(self.sample(rank) for rank in range(WORLD) if rank not in self.silent)
             self.step += 1
@@ -133,7 +137,7 @@ class FakeTraining:
         return self.loss(self.step) if self.loss is not None else None
 
     def sample(self, rank: int) -> StepSample:
-        plan = self.loop.plans[-1]
+        plan = self._newest[max(0, len(self._newest) - 1 - self.lag)] if self.lag else self.loop.plans[-1]
         if self.returns and plan.lease is not None:
             plan = plan.lease.fallback
         link = Link.from_rates(bandwidth_gbps=self.gbps, latency_ms=self.latency_s * 1e3)

@@ -120,6 +120,11 @@ def layer_times(layers: Sequence[Layer], plan: Plan, ready_s: Sequence[float]) -
     return forward_s + seconds[0], *seconds[1:]
 
 
+def on_link(measured: Measured, between: Link) -> Measured:
+    """Return `measured` with another link between nodes."""
+    return replace(measured, network=replace(measured.network, between=between))
+
+
 def at_compute(measured: Measured, compute_s: float) -> Measured:
     """Return `measured` with all compute times scaled, so that a step's compute takes `compute_s`."""
     factor = compute_s / measured.compute_s

@@ -42,6 +42,7 @@ from cgx_ray.control.network.topology import K, SilentNodes, slow_links
 from cgx_ray.control.network.traffic import StepTraffic
 from cgx_ray.monitors.probe_schedule import BUDGET_S, ProbeSchedule
 from cgx_ray.monitors.sample import NodeSample
+from cgx_ray.planner.cost import Link
 
 # Seconds for which a probed rate counts, and latencies of a node that reports no more. While messages are not sure,
 # every node has sent and received within three minutes if the number of nodes is even, within five if it is odd.
@@ -222,6 +223,12 @@ class KnownNetwork:
         if self._is_probed:
             known_s.append(self.probed_s)
         return min(known_s, default=None)
+
+    @property
+    def link(self) -> Link | None:
+        """The link between workers; None while its bandwidth is unknown."""
+        rate, latency_s = self.bandwidth, self.latency_s or self.probed_s
+        return Link(alpha_s=latency_s, beta_s_per_byte=1 / rate.value) if rate is not None else None
 
     @property
     def slow(self) -> Mapping[int, float]:
