@@ -9,7 +9,7 @@ Then the loop does the first of these that has a cause:
 2. The policy is asked if there is a cause: the first measurements, another bandwidth or latency, another compute
    (`network.changes`), another gain (`gains`), a loss that got worse (`loss_trend`), an outcome unlike its
    prediction, a failure, or a regular review. If it changes nothing, a codec may be timed in a few steps with one layer
-   (`measuring_steps`).
+   (`measuring_steps`). Another link counts at any time, also while a plan is on its way to the ranks or on trial.
 3. Where the steps do not show whether a plan is slower than dense, a few dense steps are measured (`measuring_steps`).
    Right after these one standard error instead of three is enough for 1.
 
