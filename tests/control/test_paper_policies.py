@@ -207,6 +207,16 @@ def test_flexible_takes_the_knee_and_stays_until_a_trigger_fires(tmp_path: Path)
     assert after != first
 
 
+def test_flexible_chooses_by_the_first_gains_also_if_the_next_ones_are_far_from_them(tmp_path: Path) -> None:
+    run = start(tmp_path, Flexible())
+    for step in range(60):
+        run.gain = {name: gain * (0.5 if step % 40 < 20 else 1.0) for name, gain in GAIN.items()}
+        run.run(1)
+        if step == 6:
+            assert run.loop.plans[-1].describe().startswith("topk"), "it waits for gains that agree"
+    assert run.loop.plans[-1].describe().startswith("topk")
+
+
 def test_papers_keep_layer_rules(tmp_path: Path) -> None:
     for policy in (Cgx(method="dp"), Flexible(method="knee")):
         run = start(tmp_path, policy, exclude=("head",))

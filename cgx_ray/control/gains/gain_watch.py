@@ -186,7 +186,7 @@ class KnownGains:
     ) -> None:
         """
         ratios, gain  from earlier worker groups, see `GainWatch`
-        is_cautious   plans take up nothing with a small gain while gradients change fast
+        is_cautious   plans take up nothing with a small gain while gradients change fast, nor before two gains agree
         """
         self._plan, self._is_cautious = plan, is_cautious
         self._watch = GainWatch(map(_name, non_dense_options(plan)), ratios, gain)
@@ -207,13 +207,16 @@ class KnownGains:
 
     @property
     def usable(self) -> dict[str, float]:
-        """Gains that plans may be made with; for cautious ones in a learning phase those in use, and large ones.
+        """Gains that plans may be made with: all; for cautious ones `GainWatch.usable`, of which a learning phase leaves
+        those in use, and large ones.
 
         Gains that were measured on other gradients may be off by much, and steps that change the loss fast are the ones
         where lost progress costs most.
         """
+        if not self._is_cautious:
+            return self.gain
         usable = self._watch.usable
-        if not (self._is_cautious and self.is_learning):
+        if not self.is_learning:
             return usable
         least = 1 - MIN_IMPROVEMENT
         return {name: gain for name, gain in usable.items() if gain >= least or self._watch.is_in_use(name)}
