@@ -207,9 +207,9 @@ class KnownGains:
 
     @property
     def usable(self) -> dict[str, float]:
-        """Gains that plans may be made with: all; for cautious ones `GainWatch.usable`, of which a learning phase leaves
-        those in use, and large ones.
+        """Gains that plans may be made with: all; for cautious ones those of `GainWatch.usable`.
 
+        In a learning phase cautious ones take those in use, and large ones.
         Gains that were measured on other gradients may be off by much, and steps that change the loss fast are the ones
         where lost progress costs most.
         """
