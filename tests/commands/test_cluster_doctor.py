@@ -88,6 +88,11 @@ def test_all_nodes_are_asked_at_once_and_ctrl_c_ends_the_wait(
 
     monkeypatch.setattr(cluster_doctor, "_report", report_never)
     monkeypatch.setattr(cluster_doctor, "_WAIT_S", 600.0)  # three workers start, beside other tests
+    # A shell's background jobs ignore it, and pytest is often one.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        cluster_doctor._ask(dict.fromkeys(hosts, ray.get_runtime_context().get_node_id()))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cluster_doctor._ask(dict.fromkeys(hosts, ray.get_runtime_context().get_node_id()))
+    finally:
+        signal.signal(signal.SIGINT, before)
