@@ -344,7 +344,8 @@ class ControlLoop:
         state.learn(at.now_s)
         measured = state.known()
         if self._policy.is_guarded:
-            state.bans.add(state.costly_options(measured, self._policy.options), at.now_s)
+            if state.measuring is None:
+                state.bans.add(state.costly_options(measured, self._policy.options), at.now_s)
             measured = replace(measured, max_period=state.max_period)
         # On another link measuring steps say nothing.
         measuring, state.measuring = state.measuring, None

@@ -91,6 +91,7 @@ class WorkerGroupState:
         # Without them nothing is decided. A plan that stays is compared with dense only.
         self._needs_gains = policy.decides
         self._recent: list[JoinedStep] = []
+        self._num_steps = 0
         # Versions of the plan in force, on trial and permanent, and whether an outcome of it is known.
         self._versions, self._is_judged = {plan.version}, False
         # The policy's last decision: its time, number of network changes, and whether plans follow the link.
@@ -156,12 +157,15 @@ class WorkerGroupState:
         self._reported_s[sample.node_id] = self._now_s = now_s
         ranks = [rank for step in sample.steps for rank in step.ranks]
         if self.network.add_report(sample, ranks, now_s):
-            self._recent = []
+            self._recent, self._num_steps = [], 0
 
     def add_step(self, step: JoinedStep, now_s: float) -> bool:
         """Add a step of all ranks; return whether it ran under the plan in force, so that it may cause a decision."""
         self.network.add_step(step.traffic, now_s, is_far_slower=self._is_far_slower(step))
         self._slow_ranks.add_ratios(step.slowness, step.passed_s)
+        self._num_steps += 1
+        if self.network.is_known and (link := self.network.link) is not None:
+            self.links.add_link(link, step.passed_s)
         lease = self.plan.lease
         if lease is not None and step.plan_version == lease.fallback.version:
             self._return_to(lease.fallback)
@@ -185,21 +189,17 @@ class WorkerGroupState:
         self.speed_up = self.steps.speed_up(measured)
         if measured is not None and ratio is not None:
             self._changes.add_step(step.compute_s / self.steps.compute_slowdown, step.passed_s)
-            if self.network.is_known:
-                self.links.add_link(measured.network.between, step.passed_s)
-                # A link that goes back and forth is no drift: nothing would ever be learned on it.
-                if not self.links.is_unsteady and self.steps.link_drifted(measured.network.between, now_s):
-                    self._news = Cause("network", "the link has drifted since errors were learned")
+            # A link that goes back and forth is no drift: nothing would ever be learned on it.
+            is_steady = self.network.is_known and not self.links.is_unsteady
+            if is_steady and self.steps.link_drifted(measured.network.between, now_s):
+                self._news = Cause("network", "the link has drifted since errors were learned")
         if self.steps.record.num_steps == MAX_STEPS and self.decided is not None and self.measuring is None:
             # Its first steps, those of `end_outcome`, say little.
             self._learn_and_compare(now_s)
         return True
 
     def _is_far_slower(self, step: JoinedStep) -> bool:
-        """Return whether `step` took OBVIOUS times as long as those before it; under a new plan, as predicted.
-
-        Then one step is enough to look for another network.
-        """
+        """Return whether `step` took OBVIOUS times as long as usual: one is enough to look for another network."""
         is_current = step.plan_version in self._versions
         before = [one.step_s for one in self._recent if (one.plan_version in self._versions) == is_current]
         usual_s = median(before) if len(before) >= FEW else self._predicted_s if is_current else None
@@ -315,7 +315,7 @@ class WorkerGroupState:
             now = replace(now, beta_s_per_byte=decided.beta_s_per_byte)
         cause = network_cause(decided, now)
         if cause is not None:
-            self.steps.network_changed(measured, now_s)
+            self.steps.network_changed(measured, now_s, has_steps=self.measured() is not None)
         return cause
 
     def states(self, measured: Measured) -> list[Measured]:
@@ -360,8 +360,10 @@ class WorkerGroupState:
 
     def on_link_of_now(self) -> Measured | None:
         """Return the measurements of the last decision on the link of now; None while one of them is missing."""
-        between = self.network.link
-        return on_link(self.decided, between) if self.decided is not None and between is not None else None
+        if self.decided is None or self._num_steps < FEW:
+            return None
+        between = self.network.link_after(self.decided.network.between)
+        return on_link(replace(self.decided, codec_costs=self.steps.codec_costs), between) if between else None
 
     def measured(self) -> Measured | None:
         """Return the current measurements for the planner; None while some are missing."""

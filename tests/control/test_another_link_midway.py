@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.control_runs import FakeTraining, start
+from support.control_runs import LAYERS, FakeTraining, start
 
 from cgx_ray.control.learned.measured import is_dense
+from cgx_ray.planner.prediction import groups_of
 
 FAST, SLOW = 1.0, 0.05
 
@@ -47,3 +48,19 @@ def test_measuring_steps_end_when_the_link_changes(tmp_path: Path, num_measured:
     assert [one.kind for one in decisions] in (["replace", "keep"], ["replace"])
     assert state.measuring is None
     assert not is_dense(run.loop.plans[-1])
+
+
+def test_the_times_of_a_plan_on_the_link_before_do_not_count_on_the_new_one(tmp_path: Path) -> None:
+    run = FakeTraining(start(tmp_path).loop, gbps=FAST, step=1, slowdown=1.55, lag=4)
+    state = run.loop._state
+    assert state is not None
+    while state.measuring is None and run.step < 200:
+        run.run(1)
+    assert state.measuring is not None
+    home = groups_of(state.measuring.home, LAYERS)
+    while state.measuring is not None:
+        run.run(1)
+    run.gbps = SLOW
+    run.run(4)
+    ran = state.steps.plan_times.on(state.known(), float(run.step)).get(home)
+    assert ran is None or not ran.is_measured, "it has not run on this link"

@@ -29,6 +29,7 @@ import bisect
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from statistics import median, median_high
 from typing import TypeVar
 
@@ -229,6 +230,11 @@ class KnownNetwork:
         """The link between workers; None while its bandwidth is unknown."""
         rate, latency_s = self.bandwidth, self.latency_s or self.probed_s
         return Link(alpha_s=latency_s, beta_s_per_byte=1 / rate.value) if rate is not None else None
+
+    def link_after(self, before: Link) -> Link | None:
+        """Return `link`, whose latency is that of `before` while it has not been measured since a change."""
+        link = self.link
+        return link if link is None or self.latency_s is not None else replace(link, alpha_s=before.alpha_s)
 
     @property
     def slow(self) -> Mapping[int, float]:

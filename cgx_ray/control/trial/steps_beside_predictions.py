@@ -156,10 +156,11 @@ class StepsBesidePredictions:
             self.errors.compute_slowdown.add_comparison(self._options, *both)
             self.has_old_pairs |= self.errors.compute_slowdown.under(self._options).mean != before.mean
 
-    def network_changed(self, measured: Measured, now_s: float) -> None:
+    def network_changed(self, measured: Measured, now_s: float, *, has_steps: bool = True) -> None:
         """Forget what was learned in the last seconds, while predictions were made for the network before.
 
-        measured  on the network of now. The newest steps that took about as long as the last one had it too
+        measured   on the network of now. The newest steps that took about as long as the last one had it too
+        has_steps  the plan has run on it: else its steps are those of a time before
         """
         self.errors.network_changed(now_s)
         self.plan_times.undo(now_s)
@@ -167,7 +168,7 @@ class StepsBesidePredictions:
         window = self.record.window
         alike = [*takewhile(lambda one: 1 / NOISE < one.step_s / window[-1].step_s < NOISE, reversed(window))]
         window.clear()
-        if len(alike) >= FEW:
+        if has_steps and len(alike) >= FEW:
             self._note_plan(alike, measured, now_s)
 
     def compute_changed(self) -> None:
