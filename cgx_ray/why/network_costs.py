@@ -286,8 +286,10 @@ def _all_paths(records: Sequence[RankRecord], parts: StepParts, paths: Sequence[
 
 def _inside(records: Sequence[RankRecord], seconds: float) -> StepCost:
     node = records[0].node
-    crowd = waiting_threads(records)
-    fewer_threads = ", or `export OMP_NUM_THREADS=1`, so that sums have a processor" if crowd else ""
+    crowd, num_threads = waiting_threads(records), max(record.num_threads for record in records)
+    fewer_threads = (
+        ", or `export OMP_NUM_THREADS=1`, so that sums have a processor" if crowd and num_threads > 1 else ""
+    )
     return StepCost(
         bound=Bound.NETWORK,
         seconds=seconds,

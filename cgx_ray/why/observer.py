@@ -72,6 +72,7 @@ class Observer:
             steps=tuple(steps.steps),
             num_exchanges=steps.mean_exchanges,
             seen_s=seen_s,
+            num_threads=torch.get_num_threads(),
             waited_s=waited_s,
             bucket_bytes=steps.bucket_bytes,
             layers=steps.layers() if self._rank == 0 else (),

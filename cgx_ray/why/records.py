@@ -175,6 +175,7 @@ class RankRecord:
     num_warm       steps before those in `steps`
     steps          in order, the same ones on all ranks
     seen_s         seconds over which connections, cards and processors were measured
+    num_threads    that torch computes with
     waited_s       seconds of these in which a thread of the process was ready to run and had no processor
     bucket_bytes   DDP's buckets, in the order in which they are averaged; empty if unknown
     layers         of the first model; of rank 0 only
@@ -194,6 +195,7 @@ class RankRecord:
     steps: tuple[StepTimes, ...] = ()
     num_exchanges: float = 1.0
     seen_s: float = 0.0
+    num_threads: int = 1
     waited_s: float = 0.0
     bucket_bytes: tuple[int, ...] = ()
     layers: tuple[ObservedLayer, ...] = ()

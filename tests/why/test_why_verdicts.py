@@ -217,11 +217,16 @@ def test_several_exchanges_per_step_ask_for_no_sync() -> None:
     assert any("no_sync" in cost.remedy for cost in verdict_of(training(network_s=1.0, num_exchanges=4.0)).costs)
 
 
-def test_ranks_of_one_node_are_told_that_they_share_it() -> None:
-    records = [replace(one, node=replace(one.node, name="here", num_processors=2)) for one in training(network_s=1.0)]
-    verdict = verdict_of(records)
-    assert verdict.costs[0].who == "ranks of here"
-    assert "4 ranks share 2 processors" in verdict.costs[0].evidence
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_ranks_of_one_node_are_told_that_they_share_it(num_threads: int) -> None:
+    records = training(network_s=1.0, num_threads=num_threads, seen_s=10.0, waited_s=9.0)
+    records = [replace(one, node=replace(one.node, name="here", num_processors=2)) for one in records]
+    cost = verdict_of(records).costs[0]
+    assert cost.who == "ranks of here"
+    assert "4 ranks share 2 processors" in cost.evidence
+    assert "threads wait 90% of the time" in cost.evidence
+    # Where each rank has one thread, that is in force already.
+    assert ("OMP_NUM_THREADS=1" in cost.remedy) == (num_threads > 1)
 
 
 @pytest.mark.parametrize(
