@@ -104,6 +104,10 @@ def why(
         except KeyboardInterrupt:
             _report(place, " ".join(command), outputs)  # of what was seen until then
             raise
+        if failed and not any(place.glob("rank-*.json")) and not any(place.glob("error-*.txt")):
+            what = f"the script ended with status {failed} before it made a process group"
+            print_line(Console(stderr=True), f"cgx-ray why: {what}")
+            raise SystemExit(failed)
         status = _report(place, " ".join(command), outputs)
     finally:
         shutil.rmtree(place)

@@ -61,7 +61,10 @@ def test_a_script_without_ddp_is_told_so_after_its_end() -> None:
 
 
 def test_the_status_of_a_script_that_fails_is_kept(tmp_path: Path) -> None:
-    assert why("--", "sh", "-c", "exit 7").exit_code == 7
+    done = why("--", "sh", "-c", "exit 7")
+    assert done.exit_code == 7
+    assert "the script ended with status 7 before it made a process group" in done.output
+    assert "cgx_ray is not installed" not in done.output
     assert why("--", "sh", "-c", "kill -9 $$").exit_code == 128 + signal.SIGKILL
 
 
