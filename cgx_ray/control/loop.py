@@ -15,8 +15,8 @@ Then the loop does the first of these that has a cause:
 
 WARM_UP_STEPS + FEW steps after a decision its outcome goes to the journal. Then and after MAX_STEPS the errors of the
 plan's options and codecs are learned (`learned_errors`), and it is compared with plans that ran before (`plan_times`).
-Plans are chosen with these errors. If the link goes back
-and forth too fast to follow (`recent_links`), one plan is chosen for all its recent states, and not judged any more.
+Plans are chosen with these errors. If the link goes back and forth too fast to follow (`recent_links`), one plan is
+chosen for all its recent states, and not judged any more.
 An option whose gain fell by more than GAIN_CHANGE while it was in use is banned, twice as long each time. So is the
 option that kept the least of a plan under which the loss got worse, and all that keep less.
 """

@@ -91,7 +91,7 @@ class WorkerGroupState:
         # Without them nothing is decided. A plan that stays is compared with dense only.
         self._needs_gains = policy.decides
         self._recent: list[JoinedStep] = []
-        self._num_steps = 0
+        self._num_steps = 0  # since the link was last forgotten
         # Versions of the plan in force, on trial and permanent, and whether an outcome of it is known.
         self._versions, self._is_judged = {plan.version}, False
         # The policy's last decision: its time, number of network changes, and whether plans follow the link.
