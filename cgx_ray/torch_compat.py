@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cgx_ray.versions import check_fsdp2, check_version
+from cgx_ray.versions import check_version
 
 check_version("torch", torch.__version__)  # before names that an old torch lacks
 
@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
@@ -54,7 +55,6 @@ def __getattr__(name: str) -> Any:
     # torch.distributed.fsdp takes about a second to import, and only FSDP2 models need it.
     if name not in _FSDP_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    check_fsdp2(torch.__version__)
     module = importlib.import_module(f"torch.distributed.fsdp._fully_shard.{_FSDP_MODULES[name]}")
     return getattr(module, name)
 
@@ -66,6 +66,20 @@ def collective(owner: Any, name: str) -> Callable[..., Any]:
     """
     found: Callable[..., Any] = getattr(owner, name if hasattr(owner, name) else _OLD_NAMES[name])
     return found
+
+
+def fsdp_param_groups(module: FSDPModule) -> list[FSDPParamGroup]:
+    """Return the groups of parameters of one module after `fully_shard`. Torch before 2.13 makes one at most."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    group: FSDPParamGroup | None = state._fsdp_param_group
+    return [group] if group is not None else []
+
+
+def max_reduce_scatter_inputs(group: FSDPParamGroup) -> int:
+    """Return how many inputs of reduce-scatters FSDP2 keeps at once. Torch before 2.13 keeps one."""
+    return int(getattr(group.comm_ctx, "reduce_scatter_max_input_buffers", 1))
 
 
 def as_delivered(group: FSDPParamGroup, op: Any, reduced_T: Tensor) -> Tensor:

@@ -9,8 +9,6 @@ from cgx_ray.errors import ConfigError
 
 OLDEST = {"torch": "2.11", "ray": "2.54"}
 NEWEST = {"torch": "2.13", "ray": "2.60"}
-# Older torches lack private names by which FSDP2 models are attached, such as `_fsdp_param_groups`.
-OLDEST_TORCH_FOR_FSDP2 = "2.13"
 _INSTALL = {"torch": "torch", "ray": "ray[default,train]"}
 
 
@@ -30,16 +28,6 @@ def check_version(package: str, version: str) -> None:
         raise ConfigError(
             f"{package} {version} is older than the oldest that cgx_ray works with, {OLDEST[package]}; "
             f"run: pip install '{_INSTALL[package]}>={OLDEST[package]}'"
-        )
-
-
-def check_fsdp2(torch_version: str) -> None:
-    """Raise ConfigError with the remedies if `torch_version` is too old for FSDP2 models, which DDP models allow."""
-    if _numbers(torch_version) < _numbers(OLDEST_TORCH_FOR_FSDP2):
-        raise ConfigError(
-            f"torch {torch_version} is too old for an FSDP2 model, which takes {OLDEST_TORCH_FOR_FSDP2} or newer; run: "
-            f"pip install 'torch>={OLDEST_TORCH_FOR_FSDP2}', or train with DistributedDataParallel, which takes "
-            f"{OLDEST['torch']}"
         )
 
 

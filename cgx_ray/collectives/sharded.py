@@ -16,7 +16,8 @@ from cgx_ray.collectives.direct import DirectLane
 from cgx_ray.collectives.parcel import Step
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.pieces import cut
-from cgx_ray.collectives.transport.transport_like import Handle, TransportLike, finish_all
+from cgx_ray.collectives.transport.transport import Transport
+from cgx_ray.collectives.transport.transport_like import Handle, finish_all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class Rows:
     memory: Memory | None = None
 
 
-def reduce_scatter(parts: Sequence[Rows], transport: TransportLike, seed: int, phases: Phases) -> int:
+def reduce_scatter(parts: Sequence[Rows], transport: Transport, seed: int, phases: Phases) -> int:
     """Add the other ranks' parts of this rank's row to it; the other rows stay. Return the bytes sent.
 
     Cost a + (N-1)/N m b. With memory, the errors of the messages become residuals.
@@ -45,11 +46,13 @@ def reduce_scatter(parts: Sequence[Rows], transport: TransportLike, seed: int, p
     return sum(lane.scattered_bytes for lane, _ in lanes)
 
 
-def _reduce_scatter(lanes: Sequence[tuple[DirectLane, Step]], transport: TransportLike) -> Iterator[Handle]:
+def _reduce_scatter(lanes: Sequence[tuple[DirectLane, Step]], transport: Transport) -> Iterator[Handle]:
     # Receives first: early messages then go straight to their memory.
-    for lane, _ in lanes:
+    for lane, step in lanes:
+        transport.group_index = step.stamp.group
         lane.expect_parts()
     for lane, step in lanes:
+        transport.group_index = step.stamp.group
         yield from lane.send_parts(step)
     for lane, step in lanes:
         yield from lane.add_parts(step)
@@ -57,7 +60,7 @@ def _reduce_scatter(lanes: Sequence[tuple[DirectLane, Step]], transport: Transpo
         yield from lane.finish_sends()
 
 
-def all_gather(parts: Sequence[Rows], transport: TransportLike, seed: int, phases: Phases) -> int:
+def all_gather(parts: Sequence[Rows], transport: Transport, seed: int, phases: Phases) -> int:
     """Replace every row by the decoded message of its rank, this rank's own too. Return the bytes sent.
 
     Cost a + (N-1) m b, m the bytes of one encoded row. All ranks decode the same messages, so they hold the same bits.
@@ -69,10 +72,12 @@ def all_gather(parts: Sequence[Rows], transport: TransportLike, seed: int, phase
     return sum(lane.gathered_bytes for lane, _ in lanes)
 
 
-def _all_gather(lanes: Sequence[tuple[DirectLane, Step]], transport: TransportLike) -> Iterator[Handle]:
-    for lane, _ in lanes:
+def _all_gather(lanes: Sequence[tuple[DirectLane, Step]], transport: Transport) -> Iterator[Handle]:
+    for lane, step in lanes:
+        transport.group_index = step.stamp.group
         yield from lane.expect_chunks()
     for lane, step in lanes:
+        transport.group_index = step.stamp.group
         yield from lane.send_own(step, residual_scale=1)
         lane.use_own(step)
     for lane, step in lanes:
@@ -81,8 +86,11 @@ def _all_gather(lanes: Sequence[tuple[DirectLane, Step]], transport: TransportLi
         yield from lane.finish_sends()
 
 
-def _lanes(parts: Sequence[Rows], transport: TransportLike, seed: int, phases: Phases) -> list[tuple[DirectLane, Step]]:
-    """Cut long rows into pieces and let messages with codec none lie in the rows. Each row is one chunk."""
+def _lanes(parts: Sequence[Rows], transport: Transport, seed: int, phases: Phases) -> list[tuple[DirectLane, Step]]:
+    """Cut long rows into pieces and let messages with codec none lie in the rows. Each row is one chunk.
+
+    The channel of each part is its stamp's group: messages with and without a checksum by the mesh do not mix.
+    """
     lanes = []
     for rows in parts:
         num_rows, width = rows.rows_RS.shape

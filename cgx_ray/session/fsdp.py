@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import nn
 
+from cgx_ray.codecs import build_kernels
 from cgx_ray.collectives import Transport
 from cgx_ray.collectives.transport.gathered import Gatherer
 from cgx_ray.collectives.transport.gloo_sockets import noted_listeners
@@ -18,7 +19,7 @@ from cgx_ray.engine.sharded import fsdp_hook, fsdp_layout
 from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
 from cgx_ray.engine.sharded.shards import plan_of
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import BUILT_IN, CODECS_OF_SCHEME, CodecSpec, Intra, Plan, Scheme
+from cgx_ray.plan import BUILT_IN, CODECS_OF_SCHEME, CodecSpec, Device, Intra, Plan, Scheme
 from cgx_ray.session.agree import GatheredGroup, agree, connect
 from cgx_ray.session.attachment import process
 from cgx_ray.session.settings import Settings, of_variable
@@ -48,6 +49,7 @@ def make_engine(
     loss_scale = LossScale(dict(model.named_parameters()), scaler)
     param_groups = fsdp_layout.param_groups(model)
     units = fsdp_layout.make_units(model, param_groups, codec, parameter_codec)
+    build_kernels([codec] if parameter_codec is None else [codec, parameter_codec], units[0].device)
     layers = [layer for unit in units for layer in unit.layers]
     plan = agree(layers, plan_of(units, dist.get_world_size()).to_json(), world.gather, str(parameters))
     shard_ranks, replica_ranks = fsdp_layout.ranks_of_mesh(next(iter(param_groups.values())))
@@ -115,6 +117,8 @@ def _check(
         raise ConfigError(
             f"an FSDP2 model cannot use intra {chosen.intra!r}; shard within nodes and replicate between them"
         )
+    if option.device == Device.CPU:
+        raise ConfigError("an FSDP2 model cannot use device 'cpu': its gradients are encoded where they are")
     if chosen.period > 1:
         raise ConfigError(
             f"an FSDP2 model cannot use period {chosen.period}: each rank has only a shard of the parameters; give "

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from support import ranks
 from support.branches import Branches, batch, train
 from support.ranks import run_ranks
-from support.sharded import make_mesh, needs_fsdp2, shard
+from support.sharded import make_mesh, shard
 from support.sharded import train as train_sharded
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +23,7 @@ from cgx_ray.engine.hook import DdpBuckets, cgx_hook
 from cgx_ray.plan import make_plan
 
 TIMEOUT_S = 2.0
-IS_SHARDED = [pytest.param(False, id="ddp"), pytest.param(True, id="fsdp2", marks=needs_fsdp2)]
+IS_SHARDED = [pytest.param(False, id="ddp"), pytest.param(True, id="fsdp2")]
 
 
 @pytest.fixture(autouse=True)

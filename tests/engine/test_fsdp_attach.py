@@ -155,25 +155,6 @@ def test_a_wrong_attach_fails_on_all_ranks_with_one_clear_error(case: str, says:
     assert first == second
 
 
-def _attach_with_an_old_torch(rank: int) -> tuple[str, bool]:
-    """Return what `attach` says of an FSDP2 model, and whether it then takes a DDP model."""
-    sharded, replicated = shard(Branches(), make_mesh()), nn.parallel.DistributedDataParallel(Branches())
-    torch.__version__ = "2.12.1+cu126"  # type: ignore[assignment]
-    with pytest.raises(cgx_ray.ConfigError) as caught:
-        cgx_ray.attach(sharded, codec="qsgd")
-    attachment = cgx_ray.attach(replicated, codec="qsgd")
-    attachment.close()
-    return str(caught.value), attachment.plan is not None
-
-
-def test_only_fsdp2_models_need_a_newer_torch_and_attach_names_it() -> None:
-    said = (
-        "torch 2.12.1+cu126 is too old for an FSDP2 model, which takes 2.13 or newer; run: pip install 'torch>=2.13', "
-        "or train with DistributedDataParallel, which takes 2.11"
-    )
-    assert run_ranks(2, _attach_with_an_old_torch) == [(said, True)] * 2
-
-
 def _unused(rank: int) -> str:
     model = fully_shard(Branches(), mesh=make_mesh())
     attachment = cgx_ray.attach(model, codec="qsgd")

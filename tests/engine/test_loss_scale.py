@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
 from support.scaled_training import COLUMNS, FED_BACK, MAX_ERROR, ROWS, Run, Trainer, inputs, relative_error
-from support.sharded import gradients_of, make_mesh, needs_fsdp2
+from support.sharded import gradients_of, make_mesh
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -196,7 +196,6 @@ def _sharded(rank: int, num_replicas: int, scales: list[float], resumes: bool) -
     return {"applied": applied, "true": true, "owed": owed}
 
 
-@needs_fsdp2
 @pytest.mark.parametrize(("num_ranks", "num_replicas", "resumes"), [(2, 1, False), (2, 1, True), (4, 2, False)])
 def test_shards_follow_the_loss_scale(num_ranks: int, num_replicas: int, resumes: bool) -> None:
     error = relative_error(run_ranks(num_ranks, _sharded, num_replicas, SCALES["halved five times"], resumes))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,31 +11,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from cgx_ray.errors import ConfigError
-from cgx_ray.versions import check_fsdp2
 from support.branches import batch
 
 BITS8 = "qsgd:bits=8,rounding=nearest"
 
 
-def _refused() -> str:
-    try:
-        check_fsdp2(torch.__version__)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-# For tests of `.ci/versions`, which also runs torches that FSDP2 models cannot use.
-needs_fsdp2 = pytest.mark.skipif(bool(_refused()), reason=_refused())
-
-
-def make_mesh(num_replicas: int = 1) -> DeviceMesh:
+def make_mesh(num_replicas: int = 1, device: str = "cpu") -> DeviceMesh:
     num_ranks = dist.get_world_size()
     if num_replicas == 1:
-        return init_device_mesh("cpu", (num_ranks,))
+        return init_device_mesh(device, (num_ranks,))
     shape = (num_replicas, num_ranks // num_replicas)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:

@@ -32,6 +32,7 @@ from cgx_ray.torch_compat import (
     ReduceScatter,
     as_delivered,
     call_after_backward,
+    max_reduce_scatter_inputs,
 )
 
 
@@ -121,7 +122,7 @@ class _CompressedReduceScatter(ReduceScatter):
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for the input, the gradients of all ranks' shards, or for the output, those of this rank's."""
-        self._calls.make_room(self._group.comm_ctx.reduce_scatter_max_input_buffers)
+        self._calls.make_room(max_reduce_scatter_inputs(self._group))
         return torch.empty(*size, dtype=torch.float32, device=device)
 
     def __call__(

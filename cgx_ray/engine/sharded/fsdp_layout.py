@@ -22,8 +22,10 @@ from cgx_ray.torch_compat import (
     FSDPMeshInfo,
     FSDPParamGroup,
     HSDPMeshInfo,
+    fsdp_param_groups,
 )
 
+DEVICES = ("cpu", "cuda")
 GRADIENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Name of the outermost module in messages, since it has none.
 ROOT = "(root)"
@@ -38,7 +40,7 @@ def param_groups(model: nn.Module) -> dict[str, FSDPParamGroup]:
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
-        found = module._get_fsdp_state()._fsdp_param_groups
+        found = fsdp_param_groups(module)
         if len(found) > 1:
             raise ConfigError(f"module {name!r} shards over several meshes; this version takes one mesh")
         # Modules given to one call of `fully_shard` share a group.
@@ -58,10 +60,10 @@ def param_groups(model: nn.Module) -> dict[str, FSDPParamGroup]:
 
 
 def _check(name: str, group: FSDPParamGroup) -> None:
-    if group.device.type != "cpu":
+    if group.device.type not in DEVICES:
         raise ConfigError(
-            f"module {name!r} is on {group.device}; this version compresses gradients on the CPU only; shard over a "
-            "mesh of the CPU or leave cgx_ray.attach out"
+            f"module {name!r} is on {group.device}; shard over a mesh of {' or '.join(DEVICES)}, or leave "
+            "cgx_ray.attach out"
         )
     if not isinstance(group.mesh_info, FSDPMeshInfo) or any(p.is_dtensor for p in group.fsdp_params):
         raise ConfigError(f"module {name!r} is not only sharded by FSDP2; this version takes no other parallelism")
@@ -110,5 +112,6 @@ def make_units(
             )
             for parameter in group.fsdp_params
         ]
-        units.append(Unit(index, module or ROOT, layers, len(ranks_of_mesh(group)[0]), codec, parameter_codec))
+        num_ranks = len(ranks_of_mesh(group)[0])
+        units.append(Unit(index, module or ROOT, layers, num_ranks, codec, parameter_codec, group.device))
     return units

@@ -5,18 +5,17 @@ R ranks that share the parameters, T elements of a module's shard, S of them in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from cgx_ray.codecs.codec import HOST, RESIDUALS, Memory
+from cgx_ray.codecs.codec import RESIDUALS, Memory
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases, Transport
 from cgx_ray.collectives.sharded import Rows, all_gather, reduce_scatter
 from cgx_ray.collectives.sra import Sra
 from cgx_ray.engine.sharded.shards import Part, Unit
 from cgx_ray.errors import CGXError
+from cgx_ray.runtime_ext.streams import Mark
 
 
 class ShardExchange:
@@ -49,6 +48,11 @@ class ShardExchange:
         """The transports over shards and, if there are replicas, over replicas."""
         return [self._shards] if self._replicas is None else [self._shards, self._replicas]
 
+    def wait_for(self, mark: Mark) -> None:
+        """Wait until the device has come to `mark`. Raises TransportError if the connections were closed meanwhile."""
+        if not mark.is_done:
+            self._shards.finish(mark)
+
     def next_step(self) -> None:
         """Begin the next step with no times and no bytes."""
         self.step += 1
@@ -68,15 +72,15 @@ class ShardExchange:
         """Fill `out_T` with the sum or average of this rank's row over ranks; see `ShardedEngine.reduce_scatter`."""
         rank, num_ranks = self._shards.rank, self._shards.world_size
         _check_width(rows_RT, unit.gradient_width)
-        phases = self._start(self._shards, unit.gradients)
+        phases = self._start(self._shards)
         moved = []
         for part in unit.gradients:
             rows_RS = part.room(rows_RT)
             part.gather(rows_RT, rows_RS)
             if part.memory is not None:
                 now_RS, next_RS = (kinds[RESIDUALS].view_as(rows_RS) for kinds in (part.memory.now, part.memory.next))
-                rows_RS[rank] += now_RS[rank]
-                next_RS[rank] = 0
+                rows_RS[rank].add_(now_RS[rank])
+                next_RS[rank].zero_()
             moved.append(Rows(codec=part.codec, rows_RS=rows_RS, stamp=self._stamp(part, 0), memory=part.memory))
         # Replicas must round differently, so that their errors average out.
         seed = self._seed + (self._replicas.rank if self._replicas is not None else 0)
@@ -92,7 +96,7 @@ class ShardExchange:
     def all_reduce(self, unit: Unit, shard_T: Tensor, *, is_average: bool) -> Phases:
         """Replace `shard_T`, a result of `reduce_scatter`, by its sum or average over replicas."""
         assert self._replicas is not None
-        phases = self._start(self._replicas, unit.gradients)
+        phases = self._start(self._replicas)
         shard_1T = shard_T.view(1, -1)
         for part in unit.gradients:
             sra, memory = self._averaging_of(part)
@@ -117,7 +121,7 @@ class ShardExchange:
         """Fill `rows_RT` with the decoded parameters of all ranks, including this rank's own."""
         own = slice(self._shards.rank, self._shards.rank + 1)
         _check_width(rows_RT, unit.parameter_width)
-        phases = self._start(self._shards, unit.parameters)
+        phases = self._start(self._shards)
         moved = []
         for part in unit.parameters:
             rows_RS = part.room(rows_RT)
@@ -128,9 +132,8 @@ class ShardExchange:
             part.scatter(rows.rows_RS, rows_RT)
         return phases
 
-    def _start(self, transport: Transport, parts: Sequence[Part]) -> Phases:
+    def _start(self, transport: Transport) -> Phases:
         transport.step = self.step
-        transport.group_index = parts[0].index
         self.phases.append(Phases())
         return self.phases[-1]
 
@@ -142,8 +145,7 @@ class ShardExchange:
     def _averaging_of(self, part: Part) -> tuple[Sra, Memory | None]:
         if part.index not in self._averaging:
             assert self._replicas is not None
-            dropped_N = torch.zeros(part.width, dtype=torch.float32, device=HOST)
-            memory = Memory.joined([{RESIDUALS: dropped_N}] if part.memory is not None else [])
+            memory = part.codec.new_memory(part.width, part.codec.device) if part.memory is not None else None
             self._averaging[part.index] = Sra(part.codec, part.width, self._replicas), memory
         return self._averaging[part.index]
 

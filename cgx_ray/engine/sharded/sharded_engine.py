@@ -25,9 +25,10 @@ from cgx_ray.engine.step import PauseWatch
 from cgx_ray.engine.step_sample import sample_of_shards
 from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.engine.thread import CLOSE_S, WorkThread, follow_num_threads, noting_more, overdue_at_close
-from cgx_ray.errors import CGXError, PlanError
+from cgx_ray.errors import CGXError, ConfigError, PlanError
 from cgx_ray.monitors.sample import StepSample
 from cgx_ray.plan import Plan
+from cgx_ray.runtime_ext.streams import Mark, streams_of
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class ShardedEngine:
         judged_together  as `LossScale.judged_together`
         """
         self.plan = plan
+        self._streams = streams_of(units[0].device)
         self.telemetry = Telemetry(rank)
         self._rank = rank
         self._has_replicas = replicas is not None
@@ -68,6 +70,8 @@ class ShardedEngine:
         self._ran: list[Unit] = []
         self._last_end_s = self._first_s = time.perf_counter()
         self._pauses = PauseWatch()
+        # The thread uses the residuals on a stream of its own.
+        self._streams.mark().wait()
         # Seconds that the training thread has waited in this step. Only that thread uses it.
         self._waited_s = 0.0
         self._num_threads = torch.get_num_threads()
@@ -158,25 +162,35 @@ class ShardedEngine:
     def _submit(self, module: str, call: Callable[[], Any]) -> Future[Any]:
         if self._failure is not None:
             raise self._failure
+        if self._streams.is_capturing():
+            raise ConfigError(
+                "a CUDA graph cannot contain the exchange of an FSDP2 model, in which the host takes part; capture "
+                "parts of its modules by torch.cuda.make_graphed_callables"
+            )
         self._num_threads = torch.get_num_threads()
         future: Future[Any] = Future()
-        self._thread.put((module, call, future), f"rank {self._rank}, step {self.step}")
+        self._thread.put((module, call, self._streams.mark(), future), f"rank {self._rank}, step {self.step}")
         return future
 
     # Called by the engine's own thread.
 
-    def _run(self, jobs: Iterator[tuple[str, Callable[[], Any], Future[Any]]]) -> None:
-        for module, call, future in jobs:
+    def _run(self, jobs: Iterator[tuple[str, Callable[[], Any], Mark, Future[Any]]]) -> None:
+        """Do the calls in order, each after the mark of its arguments. A future is set when the device is done too."""
+        self._streams.enter()
+        for module, call, computed, future in jobs:
             follow_num_threads(self._num_threads)
             try:
                 if self._failure is not None:
                     future.set_exception(self._failure)
                 else:
-                    future.set_result(call())
+                    self._exchange.wait_for(computed)
+                    result = call()
+                    self._exchange.wait_for(self._streams.mark())
+                    future.set_result(result)
             except BaseException as error:  # noqa: BLE001 - raised again in the training thread, through the future
                 future.set_exception(self._fail(module, error))
             # It leads to the model, which must not stay while the thread waits for the next call.
-            del call
+            del call, computed
 
     def _reduce_scatter(
         self,

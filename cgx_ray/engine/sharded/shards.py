@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cgx_ray.codecs import make_codec
-from cgx_ray.codecs.codec import HOST, RESIDUALS, Memory
+from cgx_ray.codecs.codec import HOST, RESIDUALS
 from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer, Option, Plan, Scheme
 
 
@@ -71,14 +71,16 @@ class Part:
         num_ranks: int,
         *,
         feeds_back: bool,
+        device: torch.device = HOST,
     ) -> None:
         """
         index       distinguishes the messages of parts
         offsets     first element of each layer in the module's shard
         feeds_back  keep residuals, if the codec needs them
+        device      of the rows
         """
         self.index = index
-        self.codec = make_codec(spec)
+        self.codec = make_codec(spec, device=device)
         self.layers = layers
         self.num_ranks = num_ranks
         self.width = sum(layer.width for layer in layers)
@@ -88,13 +90,13 @@ class Part:
             (there, here, layer.width) for there, here, layer in zip(offsets, starts, layers, strict=False)
         ]
         # One row per rank, since the shards of all ranks are encoded: this rank's own only if replicas exchange it.
-        self.memory = Memory.joined([self.codec.memory_of(num_ranks * self.width)] if feeds_back else [])
+        self.memory = self.codec.new_memory(num_ranks * self.width, device) if feeds_back else None
 
     def room(self, rows_RT: Tensor) -> Tensor:
         """Return memory for `gather`, (R, S) float32: `rows_RT` itself if it has no other columns, else new memory."""
         if self.width == rows_RT.shape[1] and rows_RT.dtype == torch.float32:
             return rows_RT
-        return torch.empty(rows_RT.shape[0], self.width, dtype=torch.float32, device=HOST)
+        return torch.empty(rows_RT.shape[0], self.width, dtype=torch.float32, device=rows_RT.device)
 
     def gather(self, rows_RT: Tensor, rows_RS: Tensor) -> None:
         """Copy this part's columns of a module's rows to `rows_RS`."""
@@ -165,15 +167,18 @@ class Unit:
         num_ranks: int,
         codec: CodecSpec,
         parameter_codec: CodecSpec | None,
+        device: torch.device = HOST,
     ) -> None:
+        """`device`: where FSDP2 computes, and this rank encodes."""
+        self.device = device
         self.name = name
         self.layers = [layer.layer for layer in layers if layer.is_trained]
         trained = [layer for layer in layers if layer.is_trained]
-        self.gradients = _split(4 * index, trained, codec, num_ranks, feeds_back=True)
+        self.gradients = _split(4 * index, trained, codec, num_ranks, device, feeds_back=True)
         self.parameters = []
         if parameter_codec is not None:
             # Encoding does not change the shards themselves, so errors do not add up and need no residuals.
-            self.parameters = _split(4 * index + 2, layers, parameter_codec, num_ranks, feeds_back=False)
+            self.parameters = _split(4 * index + 2, layers, parameter_codec, num_ranks, device, feeds_back=False)
         self.widths = [layer.width for layer in trained]
         self.gradient_width = sum(self.widths)
         self.parameter_width = sum(layer.width for layer in layers)
@@ -181,7 +186,13 @@ class Unit:
 
 
 def _split(
-    index: int, layers: Sequence[ShardedLayer], codec: CodecSpec, num_ranks: int, *, feeds_back: bool
+    index: int,
+    layers: Sequence[ShardedLayer],
+    codec: CodecSpec,
+    num_ranks: int,
+    device: torch.device,
+    *,
+    feeds_back: bool,
 ) -> list[Part]:
     """Return the parts of a unit: one for large layers, which are encoded, and one for small layers, which are not."""
     offsets = [0, *itertools.accumulate(layer.width for layer in layers)][: len(layers)]
@@ -190,7 +201,10 @@ def _split(
         chosen = [n for n, layer in enumerate(layers) if (layer.layer.is_small and codec != NONE) is is_small]
         if chosen:
             own_layers, own_offsets = [layers[n] for n in chosen], [offsets[n] for n in chosen]
-            parts.append(Part(index + is_small, spec, own_layers, own_offsets, num_ranks, feeds_back=feeds_back))
+            found = Part(
+                index + is_small, spec, own_layers, own_offsets, num_ranks, feeds_back=feeds_back, device=device
+            )
+            parts.append(found)
     return parts
 
 

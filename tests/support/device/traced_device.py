@@ -30,6 +30,7 @@ from cgx_ray.collectives import Transport, hierarchical
 from cgx_ray.collectives.transport import transport as transport_module
 from cgx_ray.engine import group as engine_group
 from cgx_ray.engine.gains import gain_meter, gain_schedule
+from cgx_ray.engine.sharded import shard_memory, shards
 from cgx_ray.runtime_ext import streams
 from cgx_ray.runtime_ext.mesh import flat
 from cgx_ray.runtime_ext.streams import Mark, Streams
@@ -167,10 +168,11 @@ class TracedDevice(Streams):
         transport_module.streams_of = lambda device: self  # type: ignore[attr-defined]
         dist.all_reduce = traced_all_reduce
         engine_group.make_codec = hierarchical.make_codec = traced_codec  # type: ignore[attr-defined]
+        shards.make_codec = traced_codec  # type: ignore[attr-defined]
         gain_schedule.make_codec = traced_codec  # type: ignore[attr-defined]
         gain_meter.histogram = traced_histogram  # type: ignore[attr-defined]
         Transport._start = traced_start  # type: ignore[method-assign]
-        engine_group.is_finite = traced_is_finite  # type: ignore[attr-defined]
+        engine_group.is_finite = shard_memory.is_finite = traced_is_finite  # type: ignore[attr-defined]
 
     # As an engine uses it.
 

@@ -1,0 +1,122 @@
+"""FSDP2 and HSDP models of ranks that share one GPU: the CPU's bits, and trainings in the ways that FSDP2 offers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.branches import Branches, batch
+from support.ranks import run_cases
+from support.sharded import BITS8, make_mesh, shard
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import cgx_ray
+
+STEPS = 12
+# With residuals of what a step has not sent, and without.
+CODECS = ("none", "qsgd:bits=4", "qsgd:bits=2,rounding=nearest", "ef_signsgd", "bf16")
+
+
+class _Given(nn.Module):
+    """A model whose gradients are `noise`, for any weights. `seen`: the weights of its last forward pass."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        shapes = [(64, 300), (3, 700), (5,), (13, 170), (2, 2)]
+        self.layers = nn.ParameterList(torch.zeros(shape, device=device) for shape in shapes)
+        self.noise = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+        self.seen: list[Tensor] = []
+
+    def forward(self, x_1: Tensor) -> Tensor:
+        self.seen = [weight.detach().cpu() for weight in self.layers]
+        return torch.stack([(w * n).sum() for w, n in zip(self.layers, self.noise, strict=True)]).sum() * x_1
+
+
+def _local(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
+
+
+def _bits(rank: int, device: str, codec: str, num_replicas: int) -> list[Tensor]:
+    """Return this rank's shards of the gradients of three steps, and the weights that the last one computed with."""
+    model = _Given(rank, device)
+    fully_shard(model, mesh=make_mesh(num_replicas, device))
+    attachment = cgx_ray.attach(model, codec=codec, parameters=BITS8)
+    found = []
+    for _ in range(3):
+        model(torch.ones(1, device=device)).sum().backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            found.append(_local(parameter.grad).cpu())
+            # By a power of two, so a device that adds in one operation rounds as another.
+            _local(parameter.detach()).sub_(_local(parameter.grad), alpha=2**-4)
+            parameter.grad = None
+    attachment.close()
+    return [*found, *model.seen]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (4, 2)])
+def test_shards_have_the_bits_of_a_cpu(num_ranks: int, num_replicas: int) -> None:
+    on_cpu, on_cuda = (
+        run_cases(
+            num_ranks, [partial(_bits, device=device, codec=codec, num_replicas=num_replicas) for codec in CODECS]
+        )
+        for device in ("cpu", "cuda")
+    )
+    for codec, expected, found in zip(CODECS, on_cpu, on_cuda, strict=True):
+        for one, other in zip(expected, found, strict=True):
+            assert isinstance(other, list), other
+            assert all(map(torch.equal, one, other)), codec
+
+
+# By name: arguments of `fully_shard`.
+VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": dict,
+    "kept after forward": lambda: {"reshard_after_forward": False},
+    "bf16": lambda: {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)},
+    "offloaded": lambda: {"offload_policy": CPUOffloadPolicy()},
+}
+
+
+def _losses(rank: int, device: str, variant: str, num_replicas: int) -> list[float]:
+    """Train; every third step adds the gradients of two passes. The loss scale is too large for float16 at first."""
+    model = shard(Branches().to(device), make_mesh(num_replicas, device), **VARIANTS[variant]())
+    attachment = cgx_ray.attach(model, codec="qsgd:bits=8,rounding=nearest", parameters=BITS8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**20, growth_interval=1000)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(2 if step % 3 == 2 else 1):
+            model.set_is_last_backward(part == step % 3 // 2)
+            x_BD = batch(rank, part).to(device)
+            loss = (model(x_BD).float() - x_BD).square().mean()
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(float(loss))
+    attachment.close()
+    return losses
+
+
+# On CPUs tests/engine/test_fsdp.py trains in more ways, beside plain FSDP2.
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (4, 2)])
+def test_models_learn_as_on_a_cpu(num_ranks: int, num_replicas: int, device: str) -> None:
+    names = [name for name in VARIANTS if device == "cuda" or name != "offloaded"]
+    (expected,) = run_cases(num_ranks, [partial(_losses, device="cpu", variant="plain", num_replicas=num_replicas)])
+    cases = [partial(_losses, device=device, variant=name, num_replicas=num_replicas) for name in names]
+    for name, results in zip(names, run_cases(num_ranks, cases), strict=True):
+        for losses, wanted in zip(results, expected, strict=True):
+            assert isinstance(losses, list), losses
+            assert losses[-1] < 0.9 * losses[0], (name, losses)
+            assert losses == pytest.approx(wanted, rel=0.05), name
