@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -211,15 +212,29 @@ def longest_timeout_s(group: dist.ProcessGroup) -> float | None:
     return max((timeout.total_seconds() for timeout in known), default=None)
 
 
-def set_cpu_backend(group: dist.ProcessGroup, gloo: dist.ProcessGroupGloo) -> None:
-    """Make `gloo` the backend of a group that was created without torch's registry."""
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+def set_backends(group: dist.ProcessGroup, gloo: dist.ProcessGroupGloo, nccl: Any) -> None:
+    """Make `gloo` the backend of a group that was created without torch's registry, for GPUs `nccl` unless it is None.
+
+    Gloo takes tensors of GPUs too, by way of the host.
+    """
+    kinds = dist.ProcessGroup.BackendType
+    group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+    if torch.cuda.is_available():
+        kind, backend = (kinds.GLOO, gloo) if nccl is None else (kinds.NCCL, nccl)
+        group._register_backend(torch.device("cuda"), kind, backend)
+    group._set_default_backend(kinds.GLOO)
 
 
-def number_collectives(gloo: dist.ProcessGroupGloo) -> None:
-    """Let `gloo` number its collectives. Torch's registry does this for the groups that it creates."""
-    gloo._set_sequence_number_for_group()
+def number_collectives(backend: Any) -> None:
+    """Let `backend` number its collectives. Torch's registry does this for the groups that it creates."""
+    backend._set_sequence_number_for_group()
+
+
+def nccl_backend(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
+    """Return NCCL for a group that is created without torch's registry. It connects in its first collective."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 
 def profiled(name: str) -> AbstractContextManager[Any]:
@@ -254,6 +269,6 @@ __all__ = [
     "number_collectives",
     "profiled",
     "register_hook",
-    "set_cpu_backend",
+    "set_backends",
     "uncompiled",
 ]

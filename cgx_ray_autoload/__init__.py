@@ -23,7 +23,7 @@ def register() -> None:
 
         # If cgx_ray was imported before torch, it has registered the name already.
         if dist.is_available() and "cgx" not in dist.Backend.backend_list:
-            dist.Backend.register_backend("cgx", _make_group, extended_api=True, devices=["cpu"])
+            dist.Backend.register_backend("cgx", _make_group, extended_api=True, devices=["cpu", "cuda"])
         if folder := os.environ.get("CGX_WHY"):
             from cgx_ray_autoload.observing import arm  # noqa: PLC0415 - most programs are not observed
 

@@ -1,8 +1,9 @@
-"""The process group: Gloo, except for all-reduces of large float tensors, which are compressed."""
+"""The process group: Gloo, or NCCL on GPUs, except for all-reduces of large float tensors, which are compressed."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,9 @@ from cgx_ray.backend.reduce_thread import ReduceThread
 from cgx_ray.backend.work import CompressedWork, ExactPart
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import NONE
-from cgx_ray.torch_compat import number_collectives, set_cpu_backend
+from cgx_ray.torch_compat import nccl_backend, number_collectives, set_backends
+
+logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
@@ -57,6 +60,23 @@ def _agree(store: dist.Store, rank: int, world_size: int) -> BackendOptions:
     return own
 
 
+def _gpus_are_apart(store: dist.Store, rank: int, world_size: int) -> bool:
+    """Return True, on all ranks, if each has a GPU of its own and NCCL."""
+    place = ""
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        # Torch's stub lacks it.
+        properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+        place = str(properties.uuid)
+    store.set(f"gpu{rank}", place)
+    places = [store.get(f"gpu{peer}").decode() for peer in range(world_size)]
+    if all(places) and len(set(places)) < world_size and rank == 0:
+        logger.info(
+            "backend cgx: ranks share a GPU, so Gloo sums by the host what is not compressed; if each rank has its "
+            "own, call torch.cuda.set_device before init_process_group"
+        )
+    return all(places) and len(set(places)) == world_size
+
+
 def _passed_through(name: str) -> Callable[..., Any]:
     def call(group: CgxProcessGroup, *args: Any, **kwargs: Any) -> Any:
         return getattr(group._plain, name)(*args, **kwargs)
@@ -73,8 +93,8 @@ class CgxProcessGroup(dist.ProcessGroup):
     Whether and how a tensor is compressed depends only on what is the same on all ranks of the group: its size, dtype
     and op, and its turn among DDP's buckets.
 
-    Gloo runs everything else, called in the caller's thread by way of a plain ProcessGroup, whose methods release the
-    interpreter lock before they wait for anything.
+    Gloo runs everything else, or NCCL where each rank has a GPU of its own. Called in the caller's thread by way of a
+    plain ProcessGroup, whose methods release the interpreter lock before they wait for anything.
     """
 
     def __init__(self, options: Any, cgx_options: BackendOptions) -> None:
@@ -88,10 +108,14 @@ class CgxProcessGroup(dist.ProcessGroup):
         gloo.options.global_ranks_in_group = options.global_ranks_in_group
         gloo.options.group_name = options.group_id
         number_collectives(gloo)
+        nccl = None
+        if _gpus_are_apart(store, rank, world_size):
+            nccl = nccl_backend(dist.PrefixStore("cgx_ray_nccl", store), rank, world_size, options.timeout)
+            number_collectives(nccl)
         # Any, since torch's stub lacks some collectives.
         self._plain: Any = dist.ProcessGroup(store, rank, world_size)
         for group in (self, self._plain):
-            set_cpu_backend(group, gloo)
+            set_backends(group, gloo, nccl)
         self._thread: ReduceThread | None = None
         if world_size > 1 and cgx_options.option.codec != NONE:
             self._thread = ReduceThread(self, store, options.timeout.total_seconds())
@@ -149,7 +173,7 @@ class CgxProcessGroup(dist.ProcessGroup):
             tensor.dtype in DTYPES
             and tensor.numel() >= max(1, self._options.min_numel)
             and tensor.layout is torch.strided
-            and tensor.device.type == "cpu"
+            and tensor.device.type in ("cpu", "cuda")
             and tensor.is_contiguous()
         )
 

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cgx_ray.backend.work import CompressedWork
-from cgx_ray.codecs import make_codec
+from cgx_ray.codecs import build_kernels, make_codec
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Exchange, Phases, Transport, make_exchange
 from cgx_ray.collectives.transport.tcp import connect_mesh_by_store
 from cgx_ray.engine.thread import WorkThread
 from cgx_ray.errors import CGXError
 from cgx_ray.plan import Option
+from cgx_ray.runtime_ext.streams import Mark, streams_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,9 @@ class ReduceThread:
         self._timeout_s = timeout_s
         self._mesh = connect_mesh_by_store(store, group.rank(), group.size(), timeout_s)
         self._transport: Transport | None = None
-        self._exchanges: dict[tuple[Option, int], Exchange] = {}
-        self._buffer_N = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._exchanges: dict[tuple[Option, int, torch.device], Exchange] = {}
+        # By device; the thread has a stream on each.
+        self._buffers: dict[torch.device, Tensor] = {}
         self._failure: CGXError | None = None
         closed = "this process group is shut down; make a new one to reduce further tensors"
         self._thread = WorkThread("cgx-ray-backend", self._run, self._mesh.close, closed=closed)
@@ -64,6 +66,7 @@ class ReduceThread:
                     # Inference mode allows writing to tensors that were made in it.
                     with torch.inference_mode():
                         self._reduce(work, step)
+                        self._wait_for(streams_of(work.tensor.device).mark())
                 except BaseException as error:  # noqa: BLE001 - raised again where the work is waited for
                     self._fail(error, step)
             # Outside of inference mode: it runs the callbacks of the work's future, which may need gradients.
@@ -72,6 +75,11 @@ class ReduceThread:
 
     def _reduce(self, work: CompressedWork, step: int) -> None:
         tensor_N = work.tensor.detach().view(-1)
+        if tensor_N.device not in self._buffers:
+            streams_of(tensor_N.device).enter()
+            build_kernels([option.codec for option in work.parts], tensor_N.device)
+            self._buffers[tensor_N.device] = tensor_N.new_empty(0, dtype=torch.float32)
+        self._wait_for(work.computed)
         for index, (option, runs) in enumerate(work.parts.items()):
             parts = [tensor_N[start:stop] for start, stop in runs]
             # A float32 tensor that is compressed as a whole is averaged in place.
@@ -90,25 +98,33 @@ class ReduceThread:
 
     def _gather(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the parts beside each other as float32, in a buffer that the next call overwrites."""
-        numel = sum(part.numel() for part in parts)
-        if numel > self._buffer_N.numel():
-            self._buffer_N = torch.empty(numel, dtype=torch.float32, device="cpu")
-        buffer_N = self._buffer_N[:numel]
+        numel, device = sum(part.numel() for part in parts), parts[0].device
+        if numel > self._buffers[device].numel():
+            self._buffers[device] = torch.empty(numel, dtype=torch.float32, device=device)
+        buffer_N = self._buffers[device][:numel]
         for part, room in zip(parts, buffer_N.split([part.numel() for part in parts]), strict=True):
             room.copy_(part)
         return buffer_N
 
-    def _exchange(self, option: Option, average_N: Tensor, stamp: Stamp) -> None:
+    def _connected(self) -> Transport:
         if self._transport is None:
             # Not in the constructor: the group has its ranks only when torch has registered it.
             self._transport = Transport(self._group, mesh=self._mesh, timeout_s=self._timeout_s)
-        self._transport.step, self._transport.group_index = stamp.step, stamp.group
-        numel = average_N.numel()
-        exchange = self._exchanges.pop((option, numel), None)
+        return self._transport
+
+    def _wait_for(self, mark: Mark) -> None:
+        if not mark.is_done:
+            self._connected().finish(mark)
+
+    def _exchange(self, option: Option, average_N: Tensor, stamp: Stamp) -> None:
+        transport = self._connected()
+        transport.step, transport.group_index = stamp.step, stamp.group
+        key = option, average_N.numel(), average_N.device
+        exchange = self._exchanges.pop(key, None)
         if exchange is None:
-            codec = make_codec(option.codec, world_size=self._group.size())
-            exchange = make_exchange(codec, option.scheme, numel, 4, self._transport)
-        self._exchanges[option, numel] = exchange
+            codec = make_codec(option.codec, world_size=self._group.size(), device=average_N.device)
+            exchange = make_exchange(codec, option.scheme, average_N.numel(), 4, transport)
+        self._exchanges[key] = exchange
         if len(self._exchanges) > MAX_EXCHANGES:
             del self._exchanges[next(iter(self._exchanges))]
         exchange.run(average_N, None, stamp, SEED, Phases())

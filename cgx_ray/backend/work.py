@@ -14,6 +14,7 @@ from torch import Tensor
 from cgx_ray.backend.buckets import Run
 from cgx_ray.errors import CGXError, TransportError
 from cgx_ray.plan import Option
+from cgx_ray.runtime_ext.streams import streams_of
 
 
 class CompressedWork(dist.Work):
@@ -33,7 +34,10 @@ class CompressedWork(dist.Work):
         self.exact = exact
         self._error: CGXError | None = None
         self._is_done = threading.Event()
-        self._outcome: torch.futures.Future[None] = torch.futures.Future()
+        streams = streams_of(tensor.device)
+        # After it the tensor can be read.
+        self.computed = streams.mark()
+        self._outcome: torch.futures.Future[Tensor] = streams.future()
         # DDP reads it in C++, which sees an error raised in `then` but not `set_exception` of a Python future.
         self._future = self._outcome.then(self._result)
 
@@ -41,9 +45,9 @@ class CompressedWork(dist.Work):
         """Wake the waiting threads; they raise `error` if there is one."""
         self._error = error
         self._is_done.set()
-        self._outcome.set_result(None)
+        self._outcome.set_result(self.tensor)
 
-    def _result(self, _outcome: torch.futures.Future[None]) -> list[Tensor]:
+    def _result(self, _outcome: torch.futures.Future[Tensor]) -> list[Tensor]:
         if self._error is not None:
             raise self._error
         return [self.tensor]
@@ -79,7 +83,7 @@ class CompressedWork(dist.Work):
 
 
 class ExactPart:
-    """Runs of a flat tensor that Gloo reduces, beside each other in one buffer."""
+    """Runs of a flat tensor that the vendor reduces, beside each other in one buffer."""
 
     def __init__(self, tensor_N: Tensor, runs: Sequence[Run], group: Any, options: Any) -> None:
         self.runs = runs
@@ -87,7 +91,7 @@ class ExactPart:
         self._work = group.allreduce([self._sum_K], options)
 
     def finish(self, tensor_N: Tensor) -> None:
-        """Wait for Gloo and copy the results into `tensor_N`."""
+        """Wait for the vendor and copy the results into `tensor_N`."""
         self._work.wait()
         sums = self._sum_K.split([stop - start for start, stop in self.runs])
         for (start, stop), reduced in zip(self.runs, sums, strict=True):

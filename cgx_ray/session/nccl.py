@@ -25,8 +25,9 @@ from cgx_ray.torch_compat import is_registered, skip_group_names
 
 logger = logging.getLogger(__name__)
 
-# From this version on NCCL takes two ranks on one GPU, and so on two MIG slices of one.
+# From this version on NCCL takes ranks on MIG slices of one GPU, and with the variable also ranks on the same one.
 SHARES_GPUS = (2, 30)
+SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _INSTEAD = (
     "a plan that is dense as a whole uses DDP's own all-reduce, dense groups of other plans go uncompressed over sra"
@@ -39,11 +40,15 @@ class _Gpu(NamedTuple):
     bus      names its PCI bus on one machine, whatever the container; None on the CPU
     version  of NCCL
     problem  why this rank must not use NCCL beside DDP
+    uuid     tells MIG slices apart
+    shares   True if NCCL is told to take several ranks on one GPU
     """
 
     bus: str | None
     version: tuple[int, ...] = ()
     problem: str | None = None
+    uuid: str = ""
+    shares: bool = False
 
 
 def nccl_group(
@@ -109,7 +114,8 @@ def _place_of(model: DistributedDataParallel, device: torch.device) -> _Gpu:
     bus = f"{_BOOT_ID.read_text().strip()} {':'.join(map(str, address))}"
     if not dist.is_nccl_available():
         return _Gpu(bus, problem="this torch was built without it")
-    return _Gpu(bus, torch.cuda.nccl.version(), _conflict_of(model))
+    shares = os.environ.get(SHARING) == "1"
+    return _Gpu(bus, torch.cuda.nccl.version(), _conflict_of(model), str(properties.uuid), shares)
 
 
 def _conflict_of(model: DistributedDataParallel) -> str | None:
@@ -129,12 +135,21 @@ def _problem(places: Sequence[_Gpu]) -> str | None:
         if place.problem is not None:
             return f"{place.problem} (rank {rank})"
     version = min(place.version for place in places)
-    bus, num_ranks = Counter(place.bus for place in places).most_common(1)[0]
-    if num_ranks > 1 and version[:2] < SHARES_GPUS:
-        ranks = ", ".join(str(rank) for rank, place in enumerate(places) if place.bus == bus)
-        found, needed = (".".join(map(str, one)) for one in (version, SHARES_GPUS))
+    found, needed = (".".join(map(str, one)) for one in (version, SHARES_GPUS))
+    if version[:2] < SHARES_GPUS and (ranks := _together([place.bus for place in places])):
         return f"ranks {ranks} are on one GPU, which needs NCCL {needed}, and this is {found}"
+    alone = [None if place.shares else f"{place.bus} {place.uuid}" for place in places]
+    if ranks := _together(alone):
+        return f"ranks {ranks} are on one GPU, which NCCL takes with {SHARING}=1 only"
     return None
+
+
+def _together(places: Sequence[str | None]) -> str:
+    """Return the ranks that share the most common place, listed; empty if each has its own. None is no place."""
+    counts = Counter(place for place in places if place is not None).most_common(1)
+    if not counts or counts[0][1] == 1:
+        return ""
+    return ", ".join(str(rank) for rank, place in enumerate(places) if place == counts[0][0])
 
 
 class _Attempt:

@@ -101,7 +101,7 @@ def _losses(rank: int, device: str, variant: str, num_replicas: int) -> list[flo
             scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        losses.append(float(loss))
+        losses.append(loss.item())
     attachment.close()
     return losses
 

@@ -29,9 +29,10 @@ TIMEOUT_S = 8.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """By rank: the PCI bus of the GPU, the number of the machine, None on a CPU; and what its NCCL is and does."""
+    """By rank: bus and slice of the GPU, None on a CPU, the number of the machine; and what its NCCL is and does."""
 
     buses: tuple[int | None, ...] = (1, 2)
+    slices: tuple[int, ...] = (0, 0)
     machines: tuple[int, ...] = (0, 0)
     version: tuple[int, ...] = (2, 27, 5)
     is_built: bool = True
@@ -47,8 +48,9 @@ class Vendor:
         self.goes_on = threading.Event()
         self._rank, self._machine, self._new_group, self._sum = rank, machine, dist.new_group, dist.all_reduce
         address = {"pci_domain_id": 0, "pci_bus_id": machine.buses[rank], "pci_device_id": 0}
+        uuid = f"{machine.buses[rank]}/{machine.slices[rank]}"
         boot = SimpleNamespace(read_text=lambda: f"{machine.machines[rank]}\n")
-        patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**address))
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**address, uuid=uuid))
         patch.setattr(torch.cuda.nccl, "version", lambda: machine.version)
         patch.setattr(dist, "is_nccl_available", lambda: machine.is_built)
         patch.setattr(nccl, "_BOOT_ID", boot)
@@ -114,12 +116,14 @@ def _ask(
     [
         Machine(),
         Machine(buses=(1, 1), machines=(0, 1)),
+        Machine(buses=(1, 1), slices=(0, 1), version=(2, 30, 0)),
         Machine(buses=(1, 1), version=(2, 30, 0)),
     ],
-    ids=["a GPU each", "two machines", "NCCL 2.30"],
+    ids=["a GPU each", "two machines", "slices, NCCL 2.30", "one GPU, NCCL 2.30"],
 )
 def test_ranks_get_an_nccl_group_that_is_connected_at_once(machine: Machine) -> None:
-    for has_group, (made, first_sum), lines in run_ranks(2, _ask, machine, "plain", {}):
+    environment = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if machine.slices == (0, 0) else {}
+    for has_group, (made, first_sum), lines in run_ranks(2, _ask, machine, "plain", environment):
         assert has_group
         assert made["ranks"] is None
         assert made["backend"] == "nccl"
@@ -133,6 +137,18 @@ def test_ranks_get_an_nccl_group_that_is_connected_at_once(machine: Machine) -> 
     ("machine", "model", "environment", "says"),
     [
         (Machine(buses=(1, 1)), "plain", {}, "ranks 0, 1 are on one GPU, which needs NCCL 2.30, and this is 2.27.5"),
+        (
+            Machine(buses=(1, 1), slices=(0, 1)),
+            "plain",
+            {},
+            "ranks 0, 1 are on one GPU, which needs NCCL 2.30, and this is 2.27.5",
+        ),
+        (
+            Machine(buses=(1, 1), version=(2, 30, 7)),
+            "plain",
+            {},
+            "ranks 0, 1 are on one GPU, which NCCL takes with NCCL_MULTI_RANK_GPU_ENABLE=1 only",
+        ),
         (Machine(is_built=False), "plain", {}, "this torch was built without it (rank 0)"),
         (Machine(), "plain", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA_DEVICE_MAX_CONNECTIONS=1 puts"),
         (Machine(), "unused", {}, "with find_unused_parameters DDP sums during backward as well"),
