@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
+import cgx_ray.backend  # registers it, also where the package is not installed
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Below and above the smallest size that is compressed.
