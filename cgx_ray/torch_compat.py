@@ -78,6 +78,11 @@ def fsdp_param_groups(module: FSDPModule) -> list[FSDPParamGroup]:
     return [group] if group is not None else []
 
 
+def is_nccl_group(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return True if the collectives of `group` between tensors on `device` are NCCL's."""
+    return device.type == "cuda" and dist.is_nccl_available() and group._get_backend(device).name() == "nccl"
+
+
 def max_reduce_scatter_inputs(group: FSDPParamGroup) -> int:
     """Return how many inputs of reduce-scatters FSDP2 keeps at once. Torch before 2.13 keeps one."""
     return int(getattr(group.comm_ctx, "reduce_scatter_max_input_buffers", 1))

@@ -23,6 +23,7 @@ from cgx_ray.plan import BUILT_IN, CODECS_OF_SCHEME, CodecSpec, Device, Intra, P
 from cgx_ray.session.agree import GatheredGroup, agree, connect
 from cgx_ray.session.attachment import process
 from cgx_ray.session.settings import Settings, of_variable
+from cgx_ray.torch_compat import FSDPParamGroup, is_nccl_group
 
 PARAMETER_CODECS = tuple(name for name, record in BUILT_IN.items() if record.for_parameters)
 
@@ -55,6 +56,11 @@ def make_engine(
     shard_ranks, replica_ranks = fsdp_layout.ranks_of_mesh(next(iter(param_groups.values())))
     shards = _connect(shard_ranks, world, settings, lifeline, groups)
     replicas = _connect(replica_ranks, world, settings, lifeline, groups) if len(replica_ranks) > 1 else None
+    sums_inside = replicas is not None and nodes_sum(next(iter(param_groups.values())), shards)
+    if sums_inside and parameter_codec is not None:
+        raise ConfigError(
+            "the ranks that share the parameters are on one node, where NCCL gathers them; leave `parameters` out"
+        )
     try:
         engine = ShardedEngine(
             units,
@@ -64,6 +70,7 @@ def make_engine(
             replicas,
             seed=settings.seed,
             judged_together=loss_scale.judged_together,
+            sums_inside=sums_inside,
         )
     except BaseException:
         for transport in (shards, replicas):
@@ -75,6 +82,11 @@ def make_engine(
     except BaseException:
         engine.close()
         raise
+
+
+def nodes_sum(group: FSDPParamGroup, shards: Transport) -> bool:
+    """Return True if NCCL reduce-scatters gradients inside nodes: then only replicas, on other nodes, need messages."""
+    return len(set(shards.nodes)) == 1 and is_nccl_group(group._reduce_scatter_process_group, group.device)
 
 
 def _connect(

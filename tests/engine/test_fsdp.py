@@ -31,6 +31,7 @@ import cgx_ray
 from cgx_ray.codecs.wire import HEADER_BYTES
 from cgx_ray.engine.sharded.shards import ShardedLayer
 from cgx_ray.plan import CodecSpec, Layer
+from cgx_ray.session import fsdp as session
 
 
 class _Integers(nn.Module):
@@ -47,8 +48,17 @@ class _Integers(nn.Module):
         return torch.stack([(w * n).sum() for w, n in zip(self.layers, self.noise, strict=True)]).sum() * x_1
 
 
-def _reduced(rank: int, codec: str, num_replicas: int, dim: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _sum_inside() -> None:
+    """Let FSDP2 itself reduce-scatter, as NCCL does inside nodes."""
+    session.nodes_sum = lambda group, shards: True
+
+
+def _reduced(
+    rank: int, codec: str, num_replicas: int, dim: int, *, sums_inside: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return by layer this rank's gradients, and the averages that the ranks hold together."""
+    if sums_inside:
+        _sum_inside()
     generator = torch.Generator().manual_seed(rank)
     model = _Integers(lambda shape: torch.randint(-64, 65, shape, generator=generator).float())
     fully_shard(model, mesh=make_mesh(num_replicas), shard_placement_fn=_second_if_even if dim else None)
@@ -67,17 +77,21 @@ REDUCED = ("none", "qsgd:bits=4", "qsgd:bits=8,rounding=nearest")
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_replicas", "dim"),
+    ("num_ranks", "num_replicas", "dim", "sums_inside"),
     [
-        (3, 1, 0),
-        (4, 1, 1),
-        (4, 2, 0),
-        pytest.param(2, 1, 0, marks=pytest.mark.slow),
-        pytest.param(6, 3, 0, marks=pytest.mark.slow),
+        (3, 1, 0, False),
+        (4, 1, 1, False),
+        (4, 2, 0, False),
+        (4, 2, 0, True),
+        pytest.param(2, 1, 0, False, marks=pytest.mark.slow),
+        pytest.param(6, 3, 0, False, marks=pytest.mark.slow),
     ],
 )
-def test_every_shard_is_the_mean_within_the_error_of_the_codec(num_ranks: int, num_replicas: int, dim: int) -> None:
-    cases = [partial(_reduced, codec=codec, num_replicas=num_replicas, dim=dim) for codec in REDUCED]
+def test_every_shard_is_the_mean_within_the_error_of_the_codec(
+    num_ranks: int, num_replicas: int, dim: int, sums_inside: bool
+) -> None:
+    reduced = partial(_reduced, num_replicas=num_replicas, dim=dim, sums_inside=sums_inside)
+    cases = [partial(reduced, codec=codec) for codec in REDUCED]
     for codec, results in zip(REDUCED, run_cases(num_ranks, cases), strict=True):
         _check_shards(codec, num_replicas, results)
 
@@ -130,9 +144,11 @@ def _accumulate(model: Any, rank: int, step: int, options: dict[str, Any]) -> No
     model.set_requires_all_reduce(True)
 
 
-def _beside_plain(rank: int, variant: str, num_replicas: int, parameters: str | None) -> float:
+def _beside_plain(rank: int, variant: str, num_replicas: int, parameters: str | None, *, sums_inside: bool) -> float:
     """Return the largest difference of weights from those of plain FSDP2."""
     mesh, (options, plain_options) = make_mesh(num_replicas), VARIANTS[variant]
+    if sums_inside:
+        _sum_inside()
     ours, plain = shard(Branches(), mesh, **options), shard(Branches(), mesh, **plain_options)
     attachment = cgx_ray.attach(ours, codec="none", parameters=parameters)
     if hasattr(ours, "set_reduce_scatter_max_input_buffers"):  # since torch 2.13
@@ -150,14 +166,17 @@ def _beside_plain(rank: int, variant: str, num_replicas: int, parameters: str | 
     return largest_difference(*weights)
 
 
-@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
-def test_without_a_codec_it_trains_bit_for_bit_like_plain_fsdp2(num_ranks: int, num_replicas: int) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "num_replicas", "sums_inside"),
+    [(2, 1, False), (4, 2, True), pytest.param(4, 2, False, marks=pytest.mark.slow)],
+)
+def test_without_a_codec_it_trains_bit_for_bit_like_plain_fsdp2(
+    num_ranks: int, num_replicas: int, sums_inside: bool
+) -> None:
     # Two summands have only one order of addition.
     parameters = "none" if num_ranks == 2 else None
-    cases = [
-        partial(_beside_plain, variant=variant, num_replicas=num_replicas, parameters=parameters)
-        for variant in VARIANTS
-    ]
+    beside = partial(_beside_plain, num_replicas=num_replicas, parameters=parameters, sums_inside=sums_inside)
+    cases = [partial(beside, variant=variant) for variant in VARIANTS]
     differences = dict(zip(VARIANTS, run_cases(num_ranks, cases), strict=True))
     assert differences == dict.fromkeys(VARIANTS, [0.0] * num_ranks)
 
@@ -228,8 +247,12 @@ def test_codecs_train_about_as_well_as_plain_fsdp2(
     assert all(ratio <= limit for ratio, limit in ratios.values()), ratios
 
 
-def _sent_and_owed(rank: int, codec: str, num_replicas: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _sent_and_owed(
+    rank: int, codec: str, num_replicas: int, *, sums_inside: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Train on a constant gradient. Return the sum of applied averages, this rank's residual, and its gradient."""
+    if sums_inside:
+        _sum_inside()
     layer = nn.Linear(100, 30, bias=False)
     model = fully_shard(layer, mesh=make_mesh(num_replicas))
     attachment = cgx_ray.attach(model, codec=codec)
@@ -245,10 +268,15 @@ def _sent_and_owed(rank: int, codec: str, num_replicas: int) -> tuple[torch.Tens
 NUM_REPEATS = 5
 
 
-@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (3, 1), (6, 3)])
-def test_what_was_applied_and_the_mean_of_what_is_owed_add_up(num_ranks: int, num_replicas: int) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "num_replicas", "sums_inside"), [(2, 1, False), (3, 1, False), (6, 3, False), (6, 2, True)]
+)
+def test_what_was_applied_and_the_mean_of_what_is_owed_add_up(
+    num_ranks: int, num_replicas: int, sums_inside: bool
+) -> None:
     codecs = ("ef_signsgd", "qsgd:bits=2,rounding=nearest")
-    cases = [partial(_sent_and_owed, codec=codec, num_replicas=num_replicas) for codec in codecs]
+    owed_of = partial(_sent_and_owed, num_replicas=num_replicas, sums_inside=sums_inside)
+    cases = [partial(owed_of, codec=codec) for codec in codecs]
     for codec, results in zip(codecs, run_cases(num_ranks, cases), strict=True):
         assert all(isinstance(result, tuple) for result in results), results
         owed = torch.stack([owed for _, owed, _ in results]).mean(0)

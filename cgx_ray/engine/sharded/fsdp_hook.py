@@ -147,6 +147,26 @@ class _CompressedReduceScatter(ReduceScatter):
         self._calls.begin(future, self._group, op)
 
 
+class _ReduceScatterInside(ReduceScatter):
+    """FSDP2's own, in float32: it would convert sums of 16 bits before the replicas' exchange has ended."""
+
+    def __init__(self, plain: ReduceScatter) -> None:
+        self._plain = plain
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=torch.float32, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        return self._plain(output_tensor, input_tensor, group, op, async_op)
+
+
 class _CompressedAllGather(AllGather):
     """Gathers a module's parameters, encoded."""
 
@@ -183,9 +203,14 @@ class _ReplicaGroup(dist.ProcessGroup):
     # One of the three signatures in torch's stub: the one that dist.all_reduce uses.
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> dist.Work:  # type: ignore[override]
         op, (shard_T,) = opts.reduceOp, tensors
+        engine = self._calls.engine
         try:
-            future = self._calls.engine.all_reduce(
-                self._unit, shard_T, is_average=_is_average(op), delivered=partial(as_delivered, self._group, op)
+            future = engine.all_reduce(
+                self._unit,
+                shard_T,
+                is_average=_is_average(op),
+                scales=self._calls.loss_scale.now() if engine.sums_inside else (),
+                delivered=partial(as_delivered, self._group, op),
             )
             self._calls.begin(future, self._group, op)
         except CGXError as error:
@@ -221,8 +246,10 @@ def install(
     for (name, group), unit in zip(groups.items(), units, strict=True):
         module, mesh = model.get_submodule(name), group.mesh_info
         assert isinstance(module, FSDPModule)
-        methods.append((weakref.WeakMethod(module.set_custom_reduce_scatter), group._reduce_scatter_comm))
-        module.set_custom_reduce_scatter(_CompressedReduceScatter(calls, unit, group))
+        plain = group._reduce_scatter_comm
+        methods.append((weakref.WeakMethod(module.set_custom_reduce_scatter), plain))
+        compressed = _CompressedReduceScatter(calls, unit, group)
+        module.set_custom_reduce_scatter(_ReduceScatterInside(plain) if engine.sums_inside else compressed)
         if unit.parameters:
             methods.append((weakref.WeakMethod(module.set_custom_all_gather), group._all_gather_comm))
             module.set_custom_all_gather(_CompressedAllGather(calls, unit))

@@ -21,17 +21,21 @@ from cgx_ray.runtime_ext.streams import Mark
 class ShardExchange:
     """The transports of a sharded model and the work that it does on them, step by step.
 
+    sums_inside as in `ShardedEngine`
     step        number of the step under way
     phases      times of the exchanges of this step. Each method returns the Phases of its exchange. Call
                 `lap("decode")` on them when you have used the result
     sent_bytes  bytes that this rank has sent in this step
     """
 
-    def __init__(self, shards: Transport, replicas: Transport | None, plan_version: int, seed: int) -> None:
+    def __init__(
+        self, shards: Transport, replicas: Transport | None, plan_version: int, seed: int, *, sums_inside: bool = False
+    ) -> None:
         """
         shards    connects the ranks that share the parameters
         replicas  connects the ranks that hold the same shard; None if this rank alone holds it
         """
+        self.sums_inside = sums_inside
         self.step = 0
         self.phases: list[Phases] = []
         self.sent_bytes = 0
@@ -40,7 +44,7 @@ class ShardExchange:
         self.plan_version = plan_version
         self._seed = seed
         # Per part that replicas average: the exchange, and a buffer for what it drops. The buffer is never added to a
-        # later exchange, because the shards already contain earlier residuals.
+        # later exchange: the residuals of the part are.
         self._averaging: dict[int, tuple[Sra, Memory | None]] = {}
 
     @property
@@ -78,9 +82,7 @@ class ShardExchange:
             rows_RS = part.room(rows_RT)
             part.gather(rows_RT, rows_RS)
             if part.memory is not None:
-                now_RS, next_RS = (kinds[RESIDUALS].view_as(rows_RS) for kinds in (part.memory.now, part.memory.next))
-                rows_RS[rank].add_(now_RS[rank])
-                next_RS[rank].zero_()
+                self._add_residual(part, rows_RS[rank])
             moved.append(Rows(codec=part.codec, rows_RS=rows_RS, stamp=self._stamp(part, 0), memory=part.memory))
         # Replicas must round differently, so that their errors average out.
         seed = self._seed + (self._replicas.rank if self._replicas is not None else 0)
@@ -94,23 +96,26 @@ class ShardExchange:
         return phases
 
     def all_reduce(self, unit: Unit, shard_T: Tensor, *, is_average: bool) -> Phases:
-        """Replace `shard_T`, a result of `reduce_scatter`, by its sum or average over replicas."""
+        """Replace `shard_T`, a result of the reduce-scatter, by its sum or average over replicas."""
         assert self._replicas is not None
         phases = self._start(self._replicas)
         shard_1T = shard_T.view(1, -1)
         for part in unit.gradients:
+            # Averaging divides by R, so an error e in the average is an error R * e in this rank's gradient.
+            owed = part.num_ranks if is_average else 1
             sra, memory = self._averaging_of(part)
             values_1S = part.room(shard_1T)
             part.gather(shard_1T, values_1S)
+            if self.sums_inside and part.memory is not None:
+                self._add_residual(part, values_1S[0], 1 / owed)
             self._replicas.group_index = part.index
             phases.lap("encode")
             sra.run(values_1S.view(-1), memory, self._stamp(part, 0), self._seed, phases)
             self.sent_bytes += sra.sent_bytes
             if memory is not None:
-                # Averaging divides by R, so an error e in the average is an error R * e in this rank's gradient.
                 assert part.memory is not None
                 own_S = part.memory.next_N.view(part.num_ranks, -1)[self._shards.rank]
-                torch.mul(memory.next_N, part.num_ranks if is_average else 1, out=own_S)
+                torch.mul(memory.next_N, owed, out=own_S)
                 part.zero_padding_residual()
             if not is_average:
                 values_1S.mul_(self._replicas.world_size)
@@ -131,6 +136,16 @@ class ShardExchange:
         for part, rows in zip(unit.parameters, moved, strict=True):
             part.scatter(rows.rows_RS, rows_RT)
         return phases
+
+    def _add_residual(self, part: Part, own_S: Tensor, share: float = 1.0) -> None:
+        """Add a share of what this rank owes of its own shard to it, and owe nothing of it in the next step so far."""
+        assert part.memory is not None
+        now_S, next_S = (
+            kinds[RESIDUALS].view(part.num_ranks, -1)[self._shards.rank]
+            for kinds in (part.memory.now, part.memory.next)
+        )
+        own_S.add_(now_S, alpha=share)
+        next_S.zero_()
 
     def _start(self, transport: Transport) -> Phases:
         transport.step = self.step

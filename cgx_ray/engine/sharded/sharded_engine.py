@@ -50,6 +50,7 @@ class ShardedEngine:
         *,
         seed: int = 0,
         judged_together: Callable[[], Iterable[frozenset[str]]] = tuple,
+        sums_inside: bool = False,
     ) -> None:
         """Start the thread.
 
@@ -57,13 +58,14 @@ class ShardedEngine:
         shards    connects the ranks that share the parameters
         replicas  connects the ranks that hold the same shard; None if this rank alone holds it
         judged_together  as `LossScale.judged_together`
+        sums_inside      True if FSDP2 itself reduce-scatters gradients, and only those between replicas are compressed
         """
         self.plan = plan
         self._streams = streams_of(units[0].device)
         self.telemetry = Telemetry(rank)
         self._rank = rank
         self._has_replicas = replicas is not None
-        self._exchange = ShardExchange(shards, replicas, plan.version, seed)
+        self._exchange = ShardExchange(shards, replicas, plan.version, seed, sums_inside=sums_inside)
         self._memory = ShardMemory(units, shards, judged_together)
         self._failure: CGXError | None = None
         # Units reduced in the step under way.
@@ -101,13 +103,21 @@ class ShardedEngine:
         )
 
     def all_reduce(
-        self, unit: Unit, shard_T: Tensor, *, is_average: bool, delivered: Callable[[Tensor], Tensor] | None = None
+        self,
+        unit: Unit,
+        shard_T: Tensor,
+        *,
+        is_average: bool,
+        scales: Scales = (),
+        delivered: Callable[[Tensor], Tensor] | None = None,
     ) -> Future[None]:
-        """Begin to replace `shard_T`, filled by `reduce_scatter`, by its sum or average over replicas.
+        """Begin to replace `shard_T`, the result of a reduce-scatter, by its sum or average over replicas.
 
-        `delivered` as in `reduce_scatter`.
+        `scales`, if that was FSDP2's, and `delivered` as in `reduce_scatter`.
         """
-        return self._submit(unit.name, lambda: self._all_reduce(unit, shard_T, is_average, delivered or _as_it_is))
+        return self._submit(
+            unit.name, lambda: self._all_reduce(unit, shard_T, is_average, scales, delivered or _as_it_is)
+        )
 
     def all_gather(self, unit: Unit, rows_RT: Tensor) -> Future[None]:
         """Begin to fill `rows_RT` with the parameters of all ranks. This rank's own row becomes what its peers see."""
@@ -127,6 +137,11 @@ class ShardedEngine:
     def hold(self, plan: Plan) -> None:
         """Raise PlanError: a sharded model keeps its first plan."""
         raise PlanError("the plan of an FSDP2 model cannot change; attach with another codec in the next run")
+
+    @property
+    def sums_inside(self) -> bool:
+        """True if FSDP2 itself reduce-scatters gradients."""
+        return self._exchange.sums_inside
 
     @property
     def step(self) -> int:
@@ -201,6 +216,13 @@ class ShardedEngine:
         scales: Scales,
         delivered: Callable[[Tensor], Tensor],
     ) -> None:
+        self._begin(unit, scales)
+        phases = self._exchange.reduce_scatter(unit, rows_RT, out_T, is_average=is_average)
+        self._memory.note(unit, out_T, delivered)
+        phases.lap("decode")
+
+    def _begin(self, unit: Unit, scales: Scales) -> None:
+        """Begin with the gradients of a unit, and so perhaps a step."""
         if unit in self._ran:
             self._end_step(0.0)
         if not self._ran:
@@ -208,11 +230,12 @@ class ShardedEngine:
             self._memory.settle()
         self._memory.follow_scale(scales, is_first=not self._ran)
         self._ran.append(unit)
-        phases = self._exchange.reduce_scatter(unit, rows_RT, out_T, is_average=is_average)
-        self._memory.note(unit, out_T, delivered)
-        phases.lap("decode")
 
-    def _all_reduce(self, unit: Unit, shard_T: Tensor, is_average: bool, delivered: Callable[[Tensor], Tensor]) -> None:
+    def _all_reduce(
+        self, unit: Unit, shard_T: Tensor, is_average: bool, scales: Scales, delivered: Callable[[Tensor], Tensor]
+    ) -> None:
+        if self.sums_inside:
+            self._begin(unit, scales)
         phases = self._exchange.all_reduce(unit, shard_T, is_average=is_average)
         self._memory.note(unit, shard_T, delivered)
         phases.lap("decode")

@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.collectives.transport import tcp
-from cgx_ray.session.nccl import SHARES_GPUS
+from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
+from cgx_ray.session.nccl import SHARES_GPUS, SHARING
 
 NUMELS = (6000, 2500, 4000)
 STEPS = 4
@@ -40,7 +41,7 @@ pytestmark = [
 def _join(rank: int, world_size: int, folder: str) -> torch.device:
     num_gpus = torch.cuda.device_count()
     if num_gpus < world_size:
-        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        os.environ[SHARING] = "1"
     device = torch.device("cuda", rank % num_gpus)
     torch.cuda.set_device(device)
     dist.init_process_group(
@@ -139,13 +140,16 @@ def test_nodes_that_sum_by_nccl_make_the_bits_of_the_host(codec: str, scheme: st
             assert all(map(torch.equal, averages, wanted))
 
 
-def _sharded(rank: int, world_size: int, folder: str, parameters: str | None) -> float:
+def _sharded(rank: int, world_size: int, folder: str, num_replicas: int, parameters: str | None) -> float:
     """Return the largest difference of weights from those of plain FSDP2, whose collectives are NCCL's."""
     device = _join(rank, world_size, folder)
     weights = []
     for is_ours in (True, False):
-        model = shard(Branches().to(device), make_mesh(1, "cuda"))
+        model = shard(Branches().to(device), make_mesh(num_replicas, "cuda"))
         attachment = cgx_ray.attach(model, codec="none", parameters=parameters) if is_ours else None
+        if attachment is not None:
+            assert isinstance(attachment._engine, ShardedEngine)
+            assert attachment._engine.sums_inside is (num_replicas > 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for step in range(8):
             optimizer.zero_grad()
@@ -160,9 +164,13 @@ def _sharded(rank: int, world_size: int, folder: str, parameters: str | None) ->
     return largest_difference(*weights)
 
 
-@pytest.mark.parametrize("parameters", [None, "none"])
-def test_fsdp2_without_a_codec_trains_bit_for_bit_as_with_nccl(parameters: str | None, tmp_path: Path) -> None:
-    assert _run(2, _sharded, tmp_path, parameters) == [0.0, 0.0]
+@pytest.mark.parametrize(
+    ("num_ranks", "num_replicas", "parameters"), [(2, 1, None), (2, 1, "none"), (4, 2, None)], ids=str
+)
+def test_fsdp2_without_a_codec_trains_bit_for_bit_as_with_nccl(
+    num_ranks: int, num_replicas: int, parameters: str | None, tmp_path: Path
+) -> None:
+    assert _run(num_ranks, _sharded, tmp_path, num_replicas, parameters) == [0.0] * num_ranks
 
 
 def _adaptive(rank: int, world_size: int, folder: str) -> Any:
