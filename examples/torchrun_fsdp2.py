@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/torchrun_fsdp2.py --steps 20
 
-FSDP2 works on the CPU only so far. An existing FSDP2 script needs only the line marked with `cgx_ray`.
+On the CPU; for GPUs see docs/fsdp2.md. An existing FSDP2 script needs only the line marked with `cgx_ray`.
 """
 
 from __future__ import annotations
