@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from support.branches import Branches, train
+from support.device.marks import GivenMark
 from support.failing_ranks import die, said_by_survivors
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
+from cgx_ray.collectives import Transport
 from cgx_ray.collectives.transport import tcp
 from cgx_ray.engine.step import StepRun, _UnderWay
 from cgx_ray.plan import STEPS_TOGETHER, CodecSpec, GroupPlan, Intra, Option, Plan, Scheme
@@ -121,6 +123,33 @@ def test_a_rank_killed_inside_a_sum_in_shared_memory_is_named(tmp_path: Path) ->
         assert re.search(rf"rank {rank}, step [{STEP}{STEP + 1}], group 0: an all-reduce did not get through", text), (
             text
         )
+        assert f"rank {VICTIM} hung up" in text
+
+
+def _killed_in_a_sum_of_a_device(rank: int, folder: Path) -> None:
+    """The victim is killed while all wait for a sum that does not end without it, as NCCL's do not."""
+    model = DistributedDataParallel(Branches())
+    cgx_ray.attach(model, codec="none", scheme="dense")
+    train(model, rank, range(STEP))
+    marks, abort = [GivenMark()], Transport.abort
+
+    def start_sum(transport: Transport, values_N: torch.Tensor) -> GivenMark:
+        if rank == VICTIM:
+            threading.Timer(0.3, die, (folder,)).start()
+        return marks[0]
+
+    def abort_sum(transport: Transport) -> None:
+        abort(transport)
+        marks[0].set()
+
+    Transport._start_sum, Transport.abort = start_sum, abort_sum  # type: ignore[assignment, method-assign]
+    train(model, rank, range(STEP, STEP + 5))
+
+
+@pytest.mark.fault("SIGKILL inside a sum of NCCL", "named, within 6 seconds")
+def test_a_rank_killed_inside_a_sum_of_a_device_is_named(tmp_path: Path) -> None:
+    for rank, text in said_by_survivors(4, VICTIM, tmp_path, _killed_in_a_sum_of_a_device).items():
+        assert re.search(rf"rank {rank}, step {STEP}, group 0: .* did not get through", text), text
         assert f"rank {VICTIM} hung up" in text
 
 

@@ -89,6 +89,7 @@ class Lifeline:
         self._is_known = threading.Event()
         self._is_ending = False
         self._called: list[weakref.WeakMethod[Callable[[], object]]] = []
+        self._called_on_loss: list[weakref.WeakMethod[Callable[[], object]]] = []
         self._later: tuple[float, Callable[[], object]] | None = None
         self._waker, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="cgx-ray-lifeline", daemon=True)
@@ -138,6 +139,10 @@ class Lifeline:
             is_late = self.cause is not None
         if is_late:
             method()
+
+    def call_on_loss(self, method: Callable[[], object]) -> None:
+        """Call `method`, of an object that may be gone by then, when a neighbour hangs up without a goodbye."""
+        self._called_on_loss.append(weakref.WeakMethod(method))
 
     def call_later(self, delay_s: float, call: Callable[[], object]) -> None:
         """Have the thread of this ring call `call`, which may `close` it, after `delay_s`. Takes no lock."""
@@ -227,6 +232,7 @@ class Lifeline:
             link.has_left = True
             self.lost = self.lost or f"rank {link.peer} hung up and did not say why"
             self._is_known.set()
+            _call(self._called_on_loss)
 
     def _pronounce(self, rank: int, text: str, *, is_own: bool = False) -> None:
         """Take up the first verdict and pass it on, also to a silent rank, which may come back."""
@@ -238,10 +244,7 @@ class Lifeline:
         words = text.encode()[:_MAX_TEXT_BYTES]
         self._send(_FRAME.pack(_WORDS, rank, len(words)) + words)
         if not is_own:
-            for called in self._called:
-                method = called()
-                if method is not None:
-                    method()
+            _call(self._called)
 
     def _send(self, frame: bytes) -> None:
         with self._lock:
@@ -250,6 +253,13 @@ class Lifeline:
                 # the frame may be lost.
                 with contextlib.suppress(OSError):
                     link.socket.send(frame)
+
+
+def _call(methods: Sequence[weakref.WeakMethod[Callable[[], object]]]) -> None:
+    for reference in methods:
+        method = reference()
+        if method is not None:
+            method()
 
 
 def _accept(listener: socket.socket, hello: bytes, end_s: float) -> socket.socket:

@@ -36,6 +36,8 @@ DRAIN_S = 3e-2
 
 # Seconds in which a collective of Gloo ends with an error of its own after `abort`. It takes less than 1 ms.
 HUNG_UP_S = 0.2
+# Seconds that an exchange may go on after a rank has hung up, if its part was done. NCCL does not notice it.
+LOST_S = 5.0
 
 
 class Transport:
@@ -79,9 +81,10 @@ class Transport:
         self._delay = LinkDelay(link) if link is not None else None
         self._mesh = mesh
         self._lifeline, self._sockets = lifeline, sockets
-        self.has_given_up = False
+        self.has_given_up, self._end_s = False, math.inf
         if lifeline is not None:
             lifeline.call_on_verdict(self.abort)
+            lifeline.call_on_loss(self._note_loss)
         self.timeout_s = timeout_s
         self.takes_many = self.seals = mesh is not None
         self.rank = dist.get_rank(group)
@@ -203,13 +206,13 @@ class Transport:
         Returns None after `timeout_s` or sooner, if `wake` is called meanwhile or was called since the last return.
         Over Gloo, whose messages cannot be asked, it returns 0 at once: there `finish` waits.
 
-        Raises TransportError after `abort`.
+        Raises TransportError after `abort`, and LOST_S after a rank has hung up.
         """
         if self.has_given_up:
             raise self._broken("the exchange", RuntimeError("the connections are closed"))
         if self._mesh is None:
             return 0
-        timeout_s = min(timeout_s, self._post_due() - time.perf_counter())
+        timeout_s = min(timeout_s, min(self._post_due(), self._end_s) - time.perf_counter())
         posted = [one.handle if isinstance(one, Held) else one for one in handles]
         for one in posted:
             if isinstance(one, Mark):
@@ -219,7 +222,13 @@ class Transport:
         found = self._mesh.wait_any(tickets, 0.0 if ended else max(timeout_s, 0.0))
         if found is not None:
             ended.append(posted.index(found))
+        if handles and not ended and time.perf_counter() >= self._end_s:
+            raise self._broken("the exchange", RuntimeError("a rank has hung up"))
         return min(ended, default=None)
+
+    def _note_loss(self) -> None:
+        self._end_s = min(self._end_s, time.perf_counter() + LOST_S)
+        self.wake()
 
     def _is_over(self, handle: Handle | None) -> bool:
         """Return True if `finish` would return at once. Gloo's messages cannot be asked."""
