@@ -30,7 +30,7 @@ STEPS = 4
 
 
 def _loaded_version() -> tuple[int, ...]:
-    """Return the version of the library that is loaded, perhaps by LD_PRELOAD. Torch says which one it was built for."""
+    """Return the version of the library that is loaded, perhaps by LD_PRELOAD: torch says that it was built for."""
     number = ctypes.c_int()
     ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
     return number.value // 10_000, number.value // 100 % 100, number.value % 100
