@@ -37,9 +37,9 @@ class Fidelity(StrEnum):
 USUAL_MIN_GAIN = 0.8
 # Difference of two efficiencies that no reader sees.
 ROUNDING = 5e-4
-# Loss over dense's of ranks that average every so many steps, of a small transformer, mean of one to four runs of 400
-# and 600 steps (docs/log/2026-11-26.md, entry 92). Larger models and longer trainings lose less, see docs/period.md.
-PERIOD_LOSSES: Mapping[int, float] = {2: 1.009, 4: 1.012, 8: 1.026, 16: 1.037, 32: 1.044}
+# Loss over dense's of ranks that average every so many steps: the worst of three workloads, each a mean of three seeds
+# (bench/data/periods.json). Larger models and longer trainings lose less, see docs/period.md.
+PERIOD_LOSSES: Mapping[int, float] = {2: 1.0057, 4: 1.0141, 8: 1.0304, 16: 1.0390, 32: 1.0486}
 
 
 def period_loss(period: int) -> float:

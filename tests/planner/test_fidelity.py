@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.accuracy.cases import CODECS, WORKLOADS, read_option
 from cgx_ray.plan import NONE, CodecSpec, preferred_scheme
 from cgx_ray.planner.candidates import efficiency
-from cgx_ray.planner.fidelity import LOSS_COSTS, Fidelity, codecs_of, describe_costs
+from cgx_ray.planner.fidelity import LOSS_COSTS, PERIOD_LOSSES, Fidelity, codecs_of, describe_costs
 
-ROWS = {
-    row["name"]: row
-    for row in json.loads((Path(__file__).parents[2] / "bench" / "data" / "accuracy.json").read_text())["rows"]
-}
+
+def _rows(name: str) -> dict[str, Any]:
+    path = Path(__file__).parents[2] / "bench" / "data" / name
+    return {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+
+
+ROWS = _rows("accuracy.json")
 TOPK = CodecSpec.parse("topk:density=0.1")
 
 
@@ -42,6 +46,14 @@ def test_the_table_has_every_codec_of_the_committed_run_over_its_usual_scheme() 
     assert set(LOSS_COSTS) == usual
     assert ROWS["seeds"]["value"] >= 3
     assert ROWS["steps"]["value"] >= 300
+
+
+def test_losses_of_periods_are_the_worst_of_the_committed_run() -> None:
+    rows = _rows("periods.json")
+    assert rows["seeds"]["value"] >= 3
+    for period, loss in PERIOD_LOSSES.items():
+        measured = max(rows[f"{workload} dense, every {period} steps: loss"]["ratio"] for workload in WORKLOADS)
+        assert loss == pytest.approx(measured, abs=5e-5), period
 
 
 def test_levels_allow_what_was_measured_within_their_limit() -> None:
