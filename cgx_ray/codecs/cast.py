@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 
-from cgx_ray.codecs.codec import Codec, Memory
+from cgx_ray.codecs.codec import Codec, Memory, PayloadRow
 from cgx_ray.runtime_ext import ops
 from cgx_ray.runtime_ext.checks import check_sized
+from cgx_ray.runtime_ext.streams import streams_of
 
 # On a CPU torch converts a whole operand before it adds it to another type. A converted piece of this size stays in the
 # cache.
@@ -30,6 +33,21 @@ class _Cast(Codec):
         else:
             for values, out in zip(values_N.split(_PIECE_NUMEL), out_N.split(_PIECE_NUMEL), strict=True):
                 out.add_(values)
+
+    def encode_rows(self, rows: Sequence[PayloadRow]) -> None:
+        self._copy([(row.part_N, self._values(row)) for row in rows])
+
+    def decode_rows(self, rows: Sequence[PayloadRow]) -> None:
+        self._copy([(self._values(row), row.part_N) for row in rows])
+
+    def _values(self, row: PayloadRow) -> Tensor:
+        check_sized("payload", row.payload, torch.uint8, self.payload_bytes(row.part_N.numel()), row.part_N.device)
+        return row.payload.view(self.wire_dtype)
+
+    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copy the first of each pair to the second, unless it lies there: by one call on a GPU."""
+        apart = [pair for pair in pairs if pair[0].data_ptr() != pair[1].data_ptr()]
+        streams_of(self.device).copy_each(apart)
 
 
 class Raw(_Cast):

@@ -218,7 +218,12 @@ class TracedDevice(Streams):
         return future
 
     def copy_each(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        for source, target in pairs:
+        # As on a GPU, where one call copies all that stays there.
+        inside = [pair for pair in pairs if not any(lies_in(self._pinned, one) for one in pair)]
+        if inside:
+            sources, targets = ([*side] for side in zip(*inside, strict=True))
+            self.launch(lambda: [copying(*pair)() for pair in inside], sources, targets)
+        for source, target in (pair for pair in pairs if any(lies_in(self._pinned, one) for one in pair)):
             kind = "copies out" if lies_in(self._pinned, target) else "copies in"
             self.launch(copying(source, target), [source], [target], kind)
 
