@@ -25,7 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.cli import main
+from cgx_ray.collectives.transport.simulated_link import SimulatedLink
 from cgx_ray.errors import ConfigError
+from cgx_ray.plan import NONE
 from cgx_ray.report.journal_schema import journal_problem
 from cgx_ray.session import local_control
 from cgx_ray.session.attachment import Attachment
@@ -103,6 +105,33 @@ def test_rank_0_decides_all_ranks_switch_at_one_step_and_commands_read_the_folde
     for command in (report, ["top", "--once", str(folder)]):
         shown = CliRunner().invoke(main, command)
         assert shown.exit_code == 0, (command, shown.output)
+
+
+def _adapt_to_a_slow_link(rank: int, folder: str, policy: str) -> tuple[str, list[int], list[str]]:
+    """Train until a plan compresses, at most for DECIDED_S, and two steps more. Return it in words."""
+    trained = Trained(rank)
+    link = SimulatedLink(latency_s=1e-4, schedule=((0, 2e7),))
+    attachment = cgx_ray.attach(trained.model, policy=policy, folder=folder, simulated_link=link)
+
+    def compresses() -> bool:
+        assert attachment.plan is not None
+        return any(group.option.codec != NONE for group in attachment.plan.groups)
+
+    trained.train_until(attachment, compresses)
+    seen = len(trained.versions)
+    trained.train_until(attachment, lambda: len(trained.versions) > seen + 1)
+    found = str(attachment.plan)
+    attachment.close()
+    return found, trained.versions, trained.hashes
+
+
+@pytest.mark.parametrize("policy", ["flexible", "cgx", "cupcake", "bytecomp"])
+def test_policies_of_the_papers_compress_where_the_link_is_slow(policy: str, tmp_path: Path) -> None:
+    (plan, *outcome), other = run_ranks(2, _adapt_to_a_slow_link, str(tmp_path), policy)
+    assert (plan, *outcome) == other
+    assert re.search(r"topk|qsgd|artopk|dgc|terngrad|sign", plan), plan
+    assert outcome[0][-1] > outcome[0][0]
+    assert lines_of(tmp_path, "decision")
 
 
 def test_ranks_of_another_node_report_and_get_plans_through_the_first_of_them(tmp_path: Path) -> None:
