@@ -13,7 +13,7 @@ import click
 from cgx_ray.commands.options import FILE, PICTURE, console_for, json_option, plot_option
 from cgx_ray.control.journal.sentences import RunTotals
 from cgx_ray.errors import ConfigError
-from cgx_ray.report.live_view import broken_note, plan_in_force
+from cgx_ray.report.live_view import broken_note
 from cgx_ray.report.record import RunRecord, load_run
 from cgx_ray.report.run_facts import dense_of, last_loss, mean_step_s, num_changes, prediction_errors, spans, world_size
 from cgx_ray.report.show import print_line, whole_file, write_json
@@ -101,7 +101,7 @@ def describe_run(record: RunRecord, dense: RunRecord | None = None) -> dict[str,
     return {
         "name": record.name,
         "verdict": totals.verdict(beside) if record.has_journal else None,
-        "plan": plan_in_force(record),
+        "plan": totals.plan if record.has_journal else None,
         "since_step": totals.since if record.has_journal else None,
         "num_steps": sum(span.num_steps for span in found),
         "step_s": step_s,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from cgx_ray.plan import plan_under
 from cgx_ray.report.record import RunRecord, StepLine
 from cgx_ray.units import format_bytes, format_measured_rate, format_rate
 
@@ -214,13 +215,21 @@ def describe_decision(line: Mapping[str, Any]) -> str:
 
 
 def plan_in_force(record: RunRecord) -> str | None:
-    """Return the plan of the journal's last line that names one."""
-    lines = [*record.starts, *record.decisions]
+    """Return the plan of the newest steps; without any, of the last line that names one."""
+    lines = [*record.starts, *record.progress] or record.decisions
     if not lines:
         return None
     last = max(lines, key=lambda line: line["time"])
-    text: str = last["plan"]["plan"] if last["event"] == "start" else last["new"]["plan"]
-    return text
+    if last["event"] == "progress":
+        return plan_under(last["version"], {plan["version"]: str(plan["plan"]) for plan in plans_of(record)})
+    return str((last["plan"] if last["event"] == "start" else last["new"])["plan"])
+
+
+def plans_of(record: RunRecord) -> list[Mapping[str, Any]]:
+    """Return the plans of the journal that have a version."""
+    plans = [line["plan"] for line in record.starts]
+    plans += [plan for line in record.decisions for plan in (line["old"], line["new"])]
+    return [plan for plan in plans if "version" in plan]
 
 
 def broken_note(broken: Sequence[str]) -> tuple[str, ...]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from cgx_ray.report.live_view import is_new_plan, outcomes_of
+from cgx_ray.plan import plan_under
+from cgx_ray.report.live_view import is_new_plan, outcomes_of, plans_of
 from cgx_ray.report.record import SMOOTHED_STEPS, RunRecord, smooth_losses
 
 # Usual prediction error, either way, from which predictions deserve attention.
@@ -133,18 +134,12 @@ def steps_s(found: Sequence[StepSpan]) -> float:
 
 def options_by_version(record: RunRecord) -> dict[int, Mapping[str, Mapping[str, Any]]]:
     """Return the options of each plan of the journal, with their groups and bytes, by version."""
-    plans = [line["plan"] for line in record.starts]
-    plans += [plan for line in record.decisions for plan in (line["old"], line["new"])]
-    return {plan["version"]: plan["options"] for plan in plans if "version" in plan and "options" in plan}
+    return {plan["version"]: plan["options"] for plan in plans_of(record) if "options" in plan}
 
 
 def options_of(version: int | None, known: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> Mapping[str, Any]:
-    """Return the options in force under `version`; empty if unknown.
-
-    A plan on trial becomes permanent under a later version that no decision has, so the last one before it counts.
-    """
-    versions = [one for one in known if version is not None and one <= version]
-    return known[max(versions)] if versions else {}
+    """Return the options in force under `version`; empty if unknown."""
+    return (plan_under(version, known) if version is not None else None) or {}
 
 
 def shares_by(name: str, record: RunRecord, found: Sequence[StepSpan]) -> dict[str, float]:

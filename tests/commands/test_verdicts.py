@@ -18,6 +18,7 @@ from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.policy import Static
 from cgx_ray.plan import make_plan
+from cgx_ray.report.live_view import plan_in_force
 from cgx_ray.report.record import load_run
 from cgx_ray.report.run_facts import next_step, prediction_errors
 from cgx_ray.report.run_pictures import draw_density, draw_shares
@@ -85,6 +86,21 @@ def test_a_static_run_is_reported_and_compared_with_predicted_dense_steps(tmp_pa
     # As the adaptive run measures it on the same network.
     adaptive = report(train(tmp_path / "adaptive", 0.1))[2]
     assert found["dense_step_s"] == pytest.approx(adaptive["dense_step_s"], rel=0.3)
+
+
+def test_a_plan_counts_from_its_first_step_on(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.gbps, run.lag = 0.1, 20
+    run.run(12)
+    decided = load_run(tmp_path).decisions[0]
+    assert (decided["new"]["plan"], decided["step"]) == (QSGD, 3)
+    assert plan_in_force(load_run(tmp_path)) == "dense"
+    run.run(40)
+    run.loop.end(1e3)
+    first, _, found = report(tmp_path)
+    assert found["since_step"] == 24
+    assert f"{QSGD} since step 24" in first
+    assert plan_in_force(load_run(tmp_path)) == QSGD
 
 
 def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,7 @@ def decided(old: str, new: str, *, step: int = 12, **others: Any) -> dict[str, A
 
 def progress(version: int, num_steps: int, step_s: float, speed_up: float | None, **others: Any) -> dict[str, Any]:
     steps = {"event": "progress", "version": version, "num_steps": num_steps, "step_s": step_s, "speed_up": speed_up}
-    return {**steps, "compute_s": 0.3, "is_dense_measured": True, **others}
+    return {**steps, "step": num_steps + 12, "compute_s": 0.3, "is_dense_measured": True, **others}
 
 
 def started(plan: str = "dense", kind: str = "adaptive") -> dict[str, Any]:
@@ -164,11 +164,23 @@ def test_too_few_steps_are_no_verdict() -> None:
     assert totals(started(), progress(0, 1, 1.0, None)).verdict() == said
 
 
+def test_a_plan_is_since_the_first_step_under_it_not_since_its_decision() -> None:
+    late = started(), progress(0, 40, 1.0, 1.0, step=40), decided("dense", QSGD, step=12)
+    assert totals(*late).plan == "dense", "no rank has had it"
+    run = totals(*late, progress(1, 30, 0.4, 2.5, step=70), progress(1, 9, 0.4, 2.5, step=79))
+    assert (run.plan, run.since) == (QSGD, 41)
+    # The lease of the plan has ended, and ranks have returned to its fallback.
+    run.add_line(progress(2, 5, 1.0, 1.0, step=84))
+    assert (run.plan, run.since) == ("dense", 80)
+
+
 def test_trials_and_their_fallback_are_no_new_plan() -> None:
     trial = decided(QSGD, "bf16 over sra", step=20, made_by="codec_trial")
     trial |= {"old": {"version": 0, "plan": QSGD}, "new": {"version": 1, "plan": "bf16 over sra"}}
     run = totals(started(QSGD), trial, progress(2, 5, 1.0, 2.0))
     assert (run.plan, run.since, run.in_dense_s) == (QSGD, 0, 0.0)
+    run.add_line(progress(1, 5, 1.0, 2.0))
+    assert (run.plan, run.since) == (QSGD, 0)
     # The fallback of version 1, which is dense, is version 2; version 3 is the permanent one.
     for version, dense_s in ((2, 5.0), (3, 0.0)):
         run = totals(started(), decided("dense", QSGD), progress(version, 5, 1.0, 2.0))
