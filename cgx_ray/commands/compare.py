@@ -59,11 +59,17 @@ def _number(name: str, form: str) -> Callable[[dict[str, Any]], str]:
     return lambda run: format(run[name], form) if run[name] is not None else "-"
 
 
+def _predicted(run: dict[str, Any]) -> str:
+    return ", predicted" if run["is_predicted"] else ""
+
+
 _ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "steps": _number("num_steps", "d"),
     "time per step": _seconds("step_s"),
-    "a dense step": lambda run: _seconds("dense_step_s")(run) + (", predicted" if run["is_predicted"] else ""),
-    "speed-up": lambda run: f"{run['speed_up']:.2f}x" if run["speed_up"] is not None else "-",
+    "a dense step": lambda run: _seconds("dense_step_s")(run) + _predicted(run),
+    "speed-up of the run": lambda run: (
+        f"{run['speed_up']:.2f}x{_predicted(run)}" if run["speed_up"] is not None else "-"
+    ),
     "loss at the end": _number("loss", ".4g"),
     "validation loss": _number("validation_loss", ".4g"),
     "expected loss over dense's": _number("expected_loss", ".3f"),

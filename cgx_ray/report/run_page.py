@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from cgx_ray.report import page
-from cgx_ray.report.live_view import change_of, drift_note, outcomes_of
+from cgx_ray.report.live_view import change_of, drift_note, outcomes_of, plan_in_force
 from cgx_ray.report.record import RunRecord
 from cgx_ray.report.run_facts import (
     SpeedUp,
@@ -110,7 +110,7 @@ def _run(record: RunRecord, dense: RunRecord | None, extras: Extras, *, prefix: 
     timelines = [one._replace(alt=spoken + one.alt) for one in extras.timelines(record)]
     if timelines:
         body += [page.heading(3, "Steps before and after"), page.pictures(timelines, f"{prefix}t")]
-    plan = record.decisions[-1]["new"] if record.decisions else record.starts[-1]["plan"] if record.starts else None
+    plan = plan_in_force(record)
     if plan is not None and "options" in plan:
         body += [page.heading(3, "Plan at the end"), _plan(plan)]
     return body
@@ -145,7 +145,7 @@ def _what_and_where(record: RunRecord) -> str:
 def _numbers(record: RunRecord, gained: SpeedUp | None, extras: Extras) -> list[tuple[str, str]]:
     found = spans(record)
     step_s, parts, errors = mean_step_s(found), mean_parts(found), prediction_errors(record)
-    pairs = [("speed-up against dense", f"{gained.ratio:.2f}x" if gained is not None else "unknown")]
+    pairs = [("speed-up of the run", f"{gained.ratio:.2f}x" if gained is not None else "unknown")]
     if step_s is not None:
         pairs.append(("mean step", f"{step_s:.3g} s"))
     if parts is not None and sum(parts) > 0:

@@ -18,7 +18,7 @@ from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.policy import Static
 from cgx_ray.plan import make_plan
-from cgx_ray.report.live_view import plan_in_force
+from cgx_ray.report.live_view import view_of_record
 from cgx_ray.report.record import load_run
 from cgx_ray.report.run_facts import next_step, prediction_errors
 from cgx_ray.report.run_pictures import draw_density, draw_shares
@@ -70,7 +70,7 @@ def report(run: Path, *words: str) -> tuple[str, str, dict[str, Any]]:
 def test_the_verdict_is_the_first_line_of_the_report_its_page_and_its_json(tmp_path: Path) -> None:
     first, page, found = report(train(tmp_path, 0.1))
     assert first.startswith("cgx_ray: ")
-    assert f"x faster than dense ({found['step_s'] * 1e3:.0f}"[:22] in first
+    assert f"x faster than dense (on average {found['step_s'] * 1e3:.0f}"[:33] in first
     assert f"{QSGD} since step 4; expected loss 1.005 of dense." in first
     assert first == f"cgx_ray: {found['verdict']}."
     assert f'<p class="verdict">{found["verdict"]}.</p>' in page
@@ -81,7 +81,9 @@ def test_the_verdict_is_the_first_line_of_the_report_its_page_and_its_json(tmp_p
 def test_a_static_run_is_reported_and_compared_with_predicted_dense_steps(tmp_path: Path) -> None:
     first, _, found = report(keep(tmp_path, "qsgd"))
     assert found["is_predicted"]
-    assert "dense predicted" in first
+    assert "x faster than predicted for dense (on average " in first
+    newest = f"newest steps {found['speed_up']:.2f}x as fast as predicted for dense"
+    assert view_of_record(load_run(tmp_path)).speed == newest
     assert f"{QSGD} from the first step on" in first
     # As the adaptive run measures it on the same network.
     adaptive = report(train(tmp_path / "adaptive", 0.1))[2]
@@ -94,13 +96,13 @@ def test_a_plan_counts_from_its_first_step_on(tmp_path: Path) -> None:
     run.run(12)
     decided = load_run(tmp_path).decisions[0]
     assert (decided["new"]["plan"], decided["step"]) == (QSGD, 3)
-    assert plan_in_force(load_run(tmp_path)) == "dense"
+    assert view_of_record(load_run(tmp_path)).plan == "dense"
     run.run(40)
     run.loop.end(1e3)
     first, _, found = report(tmp_path)
     assert found["since_step"] == 24
     assert f"{QSGD} since step 24" in first
-    assert plan_in_force(load_run(tmp_path)) == QSGD
+    assert view_of_record(load_run(tmp_path)).plan == QSGD
 
 
 def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,6 +135,7 @@ def test_two_runs_are_compared_side_by_side(tmp_path: Path) -> None:
     found = json.loads(path.read_text())
     assert said.splitlines()[0] == f"a step of quantized is {found['step_ratio']:.2f}x faster than one of dense_run"
     assert [run["plan"] for run in found["runs"]] == ["dense", QSGD]
+    assert f"{found['runs'][1]['speed_up']:.2f}x, predicted" in said
     for row in ("time per step", "loss at the end", "expected loss over dense's", "plan at the end"):
         assert row in said
     done = CliRunner().invoke(main, ["compare", str(one), str(tmp_path / "nothing")])

@@ -105,17 +105,20 @@ def test_the_verdict_compares_measured_steps_with_what_dense_took_on_that_networ
     # 18 s dense and 40.5 s under qsgd, which as dense steps would have taken 162 s.
     assert run.speed_up == pytest.approx(180 / 58.5)
     assert run.verdict() == (
-        f"3.1x faster than dense (585 ms instead of 1.8 s per step); {QSGD} since step 13; expected loss 1.003 of dense"
+        f"3.1x faster than dense (on average 585 ms instead of 1.8 s per step); {QSGD} since step 13; "
+        "expected loss 1.003 of dense"
     )
-    assert run.verdict(beside=(0.5, 2.0)).startswith("4x faster than dense (500 ms instead of 2 s per step); ")
+    assert run.verdict(beside=(0.5, 2.0)).startswith(
+        "4x faster than dense (on average 500 ms instead of 2 s per step); "
+    )
 
 
 def test_a_verdict_on_a_network_without_dense_steps_says_that_it_is_predicted() -> None:
     line = progress(0, 100, 0.5, 2.0, is_dense_measured=False)
     run = totals(started(QSGD, "static"), line)
     assert run.verdict() == (
-        f"2x faster than dense (500 ms per step, dense predicted 1 s); {QSGD} from the first step on; "
-        "expected loss 1.003 of dense"
+        "2x faster than predicted for dense (on average 500 ms instead of 1 s per step); "
+        f"{QSGD} from the first step on; expected loss 1.003 of dense"
     )
 
 

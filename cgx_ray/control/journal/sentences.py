@@ -176,12 +176,11 @@ class RunTotals:
         step_s, dense_s = known
         ratio, (took, dense_took) = dense_s / step_s, map(format_seconds, known)
         digits = ".2f" if ratio < 1.1 else ".2g" if ratio < 9.95 else ".0f"
-        said = f"{ratio:{digits}}x faster than {DENSE}"
+        other = f"predicted for {DENSE}" if beside is None and self.is_predicted else DENSE
+        said = f"{ratio:{digits}}x faster than {other}"
         if ratio < MAX_SLOWDOWN:
-            said = f"{1 / ratio:.2f}x slower than {DENSE}" if ratio < 1 / MAX_SLOWDOWN else f"as fast as {DENSE}"
-        is_predicted = beside is None and self.is_predicted
-        beside_it = f"{took} per step, {DENSE} predicted {dense_took}" if is_predicted else ""
-        return "; ".join([f"{said} ({beside_it or f'{took} instead of {dense_took} per step'})", *self._about_plan()])
+            said = f"{1 / ratio:.2f}x slower than {other}" if ratio < 1 / MAX_SLOWDOWN else f"as fast as {other}"
+        return "; ".join([f"{said} (on average {took} instead of {dense_took} per step)", *self._about_plan()])
 
     def _about_plan(self) -> list[str]:
         since = f"since step {self.since}" if self.since else "from the first step on"
