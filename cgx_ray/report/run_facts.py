@@ -63,7 +63,8 @@ def _steps(record: RunRecord) -> list[StepSpan]:
             _parts(line.step_s, [getattr(line, part) for part in _PARTS]),
             line.plan_version,
         )
-        for line in record.steps
+        # As in the journal: whatever came before training is in the first step.
+        for line in record.steps[1:]
     ]
 
 
@@ -213,6 +214,12 @@ def last_loss(record: RunRecord) -> float | None:
     if record.steps:
         return smooth_losses(record.steps)[-1]
     return next((line["loss"] for line in reversed(record.progress) if line.get("loss") is not None), None)
+
+
+def loss_note(*records: RunRecord) -> tuple[str, ...]:
+    """Return a line on how to report the loss, if one of the runs has none."""
+    is_known = all(last_loss(record) is not None for record in records)
+    return () if is_known else ("no loss was reported; attachment.observe(loss=loss) in the training loop reports it",)
 
 
 def duration_s(record: RunRecord) -> float:

@@ -16,6 +16,7 @@ from cgx_ray.report.run_facts import (
     between_share,
     dense_of,
     duration_s,
+    loss_note,
     mean_parts,
     mean_step_s,
     next_step,
@@ -99,7 +100,8 @@ def _run(record: RunRecord, dense: RunRecord | None, extras: Extras, *, prefix: 
     body.append(page.numbers(_numbers(record, gained, extras)))
     if gained is not None:
         body.append(page.paragraph(f"The speed-up is {gained.known_by}."))
-    body += [page.paragraph(f"Note: {note}.") for note in drift_note(record.drifts)]
+    notes = (*drift_note(record.drifts), *loss_note(record))
+    body += [page.paragraph(f"Note: {note}.") for note in notes]
     body.append(page.paragraph(f"What to try next: {next_step(record, gained)}", kind="next"))
     spoken = f"Run {record.name}. " if has_title else ""
     drawn = [one._replace(alt=spoken + one.alt) for one in run_pictures(record)]
@@ -138,7 +140,7 @@ def _what_and_where(record: RunRecord) -> str:
     begin = datetime.fromtimestamp(record.start_time, UTC)
     num_steps = sum(span.num_steps for span in found)
     texts.append(f"It began on {begin:%Y-%m-%d %H:%M:%S} UTC and took {format_seconds(duration_s(record))}")
-    texts[-1] += f" for {num_steps} steps." if num_steps else "."
+    texts[-1] += f" for {num_steps} steps after the first." if num_steps else "."
     return " ".join(texts)
 
 

@@ -88,8 +88,8 @@ def means_static(arguments: Mapping[str, Any]) -> bool:
     static, others = ([name for name in given if (name in OF_STATIC) is own] for own in (True, False))
     if static and others:
         raise ConfigError(
-            f"{static[0]} means policy 'static', which has no {others[0]}; leave one of them out, or give a policy that "
-            "takes both"
+            f"{static[0]} means policy 'static', which has no {others[0]}; leave one of them out, or give a policy "
+            "that takes both"
         )
     return bool(static)
 

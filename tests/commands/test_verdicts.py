@@ -75,6 +75,7 @@ def test_the_verdict_is_the_first_line_of_the_report_its_page_and_its_json(tmp_p
     assert first == f"cgx_ray: {found['verdict']}."
     assert f'<p class="verdict">{found["verdict"]}.</p>' in page
     assert found["speed_up"] > 1.5
+    assert "Note: no loss was reported; attachment.observe(loss=loss) " in page
     assert (found["plan"], found["since_step"], found["expected_loss"]) == (QSGD, 4, pytest.approx(1.0046))
 
 
@@ -121,6 +122,12 @@ def test_the_report_of_a_folder_that_is_read_only_goes_to_the_current_one(
     assert {path.name for path in here.iterdir()} == {"report.html", "report.png"}
 
 
+def test_the_report_of_a_folder_with_one_run_lies_beside_that_run(tmp_path: Path) -> None:
+    run = train(tmp_path / "run", 0.1)
+    assert invoke("report", tmp_path).splitlines()[-1].endswith(f"report: {run / 'report.html'}")
+    assert list(tmp_path.iterdir()) == [run]
+
+
 def test_the_page_is_opened_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     monkeypatch.setattr(click, "launch", opened.append)
@@ -138,6 +145,7 @@ def test_two_runs_are_compared_side_by_side(tmp_path: Path) -> None:
     assert f"{found['runs'][1]['speed_up']:.2f}x, predicted" in said
     for row in ("time per step", "loss at the end", "expected loss over dense's", "plan at the end"):
         assert row in said
+    assert said.splitlines()[-1].startswith("no loss was reported; attachment.observe(loss=loss) ")
     done = CliRunner().invoke(main, ["compare", str(one), str(tmp_path / "nothing")])
     assert done.exit_code == 2
 
