@@ -208,6 +208,10 @@ def test_lines_follow_python_s_logging_and_are_shown_from_info_on_where_nothing_
     own = "show_lines(); logging.basicConfig(); logging.getLogger('cgx_ray').setLevel('INFO')"
     assert shown(own).splitlines() == late
     assert shown("logging.getLogger('cgx_ray').setLevel('ERROR')") == ""
+    # As in Ray's workers, with two handlers.
+    two = "logging.basicConfig(format='%(message)s', level='INFO', handlers=[logging.StreamHandler() for _ in 'ab'])"
+    named = shown(f"from cgx_ray.logs import name_lines; {two}; name_lines(); name_lines()")
+    assert named == "cgx_ray: info\n" * 2 + "cgx_ray: warning\n" * 2
     assert "CGX_LOG_LEVEL 'LOUD' is not allowed; give DEBUG, INFO" in shown("pass", CGX_LOG_LEVEL="loud")
 
 
