@@ -227,18 +227,14 @@ def _attach(
         )
     if not has_group or dist.get_world_size() == 1:
         make_settings()
-        kind = type(model).__name__
-        needs = f"; with more, attach needs a DistributedDataParallel or an FSDP2 model, and this is a {kind}"
-        is_ready = isinstance(model, DistributedDataParallel) or _is_fsdp2(model)
-        logger.info("one process: no gradients to exchange, nothing is compressed%s", "" if is_ready else needs)
-        return _unattached()
+        return _unattached(model)
     # The engine's thread could not write to memory that is made in inference mode.
     with torch.inference_mode(mode=False), own_groups() as groups, ExitStack() as undo:
         settings, world = _agreed_settings(make_settings, folder, groups)
         process.close_old()
         with world.gather.sharing_errors():
             if isinstance(settings.policy, Off):
-                return _unattached(groups, world.gather)
+                return _unattached(model, groups, world.gather)
             lifeline = watch(world, settings.silent_s, settings.timeout_s)
             undo.callback(lifeline.close)
             control = None
@@ -282,12 +278,19 @@ def _log_start(
         attachment.call_at_end(lambda: logger.info("%s", end_line(engine, takes_folder=takes_folder)))
 
 
-def _unattached(groups: Sequence[dist.ProcessGroup] = (), gather: Gatherer | None = None) -> Attachment:
+def _unattached(
+    model: nn.Module, groups: Sequence[dist.ProcessGroup] = (), gather: Gatherer | None = None
+) -> Attachment:
     """Return the attachment of a model whose gradients do not go through cgx_ray. `gather`: None at world size 1."""
     attachment = Attachment(None, groups)
     if process.session is not None:
         process.session.start(attachment)
-    if gather is not None:
+    if gather is None:
+        needs = "; with more, attach needs a DistributedDataParallel or an FSDP2 model, and this is a "
+        is_ready = isinstance(model, DistributedDataParallel) or _is_fsdp2(model)
+        said = "" if is_ready else f"{needs}{type(model).__name__}"
+        logger.info("one process: no gradients to exchange, nothing is compressed%s", said)
+    else:
         gather(None)
         if dist.get_rank() == 0:
             logger.info("%s=off: DDP averages the gradients, as without cgx_ray", VARIABLE)
