@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from cgx_ray.commands.options import FILE, PICTURE, console_for, json_option, plot_option
+from cgx_ray.commands.options import FILE, PICTURE, check_plots, console_for, json_option, plot_option
 from cgx_ray.control.journal.sentences import RunTotals
 from cgx_ray.errors import ConfigError
 from cgx_ray.report.live_view import broken_note
@@ -56,13 +56,14 @@ def report(
     which are compared. Training may still go on. Prints the verdict; writes a page that works offline, and a picture.
     """
     folder, console = run_dir.resolve(), console_for(json_path)
+    check_plots()
     records = _read_runs(folder, events)
     # Several runs: to the folder that holds them. Of another user's run the report goes to the current folder.
     place = records[0].run_dir if len(records) == 1 else folder
     place = place if os.access(place, os.W_OK | os.X_OK) else Path()
     html = html or FILE.convert(place / "report.html", None, None)
     plot = plot or PICTURE.convert(place / "report.png", None, None)
-    from cgx_ray.report.picture import plot_runs  # noqa: PLC0415 - the extra plots, of which `convert` has made sure
+    from cgx_ray.report.picture import plot_runs  # noqa: PLC0415 - the extra plots, see `check_plots`
 
     dense, decided = dense_of(records), [record for record in records if record.has_journal]
     for record in decided:
