@@ -72,7 +72,10 @@ def limit_met(error: BaseException) -> str | None:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return which of `known` is most like `name`; "" if none is like it."""
-    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.7)), "")
+    names = list(known)
+    # "sar" is not close to "sra", as short names never are.
+    swapped = [one for one in names if sorted(one) == sorted(name)]
+    return next(iter(swapped or difflib.get_close_matches(name, names, n=1, cutoff=0.7)), "")
 
 
 def unknown(what: str, name: object, known: Sequence[str]) -> str:

@@ -57,3 +57,16 @@ def show_lines() -> None:
     handler = _LinesHandler()
     handler.setFormatter(_Formatter())
     logger.addHandler(handler)
+
+
+def name_lines() -> None:
+    """Have lines begin with the logger's name in the formats of others too, such as Ray's, which lack it."""
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_name)
+
+
+def _name(record: logging.LogRecord) -> bool:
+    # The record is the same for all handlers.
+    if record.name.partition(".")[0] == NAME and not str(record.msg).startswith(f"{NAME}: "):
+        record.msg = f"{NAME}: {record.msg}"
+    return True

@@ -12,7 +12,7 @@ from cgx_ray.commands.options import console_for, json_option
 from cgx_ray.commands.report import describe_run
 from cgx_ray.errors import ConfigError
 from cgx_ray.report.record import RunRecord, load_run
-from cgx_ray.report.run_facts import spans
+from cgx_ray.report.run_facts import loss_note, spans
 from cgx_ray.report.show import new_table, print_line, write_json
 from cgx_ray.units import format_seconds
 from cgx_ray.untrusted import printable
@@ -30,7 +30,8 @@ def compare(first: Path, second: Path, json_path: str | None) -> None:
     A and B are folders of runs, each with its journal decisions.jsonl or with steps.jsonl. They should have trained the
     same model, for the same number of steps if their losses are compared.
     """
-    found = [describe_run(_read(folder)) for folder in (first, second)]
+    records = [_read(folder) for folder in (first, second)]
+    found = [describe_run(record) for record in records]
     (one, other), console = found, console_for(json_path)
     ratio = one["step_s"] / other["step_s"] if other["step_s"] else None
     if ratio is not None:
@@ -40,6 +41,8 @@ def compare(first: Path, second: Path, json_path: str | None) -> None:
     for name, show in _ROWS.items():
         table.add_row(name, *(show(run) for run in found))
     console.print(table)
+    for note in loss_note(*records):
+        print_line(console, note)
     if json_path is not None:
         write_json(json_path, {"runs": found, "step_ratio": ratio})
 
@@ -59,11 +62,17 @@ def _number(name: str, form: str) -> Callable[[dict[str, Any]], str]:
     return lambda run: format(run[name], form) if run[name] is not None else "-"
 
 
+def _predicted(run: dict[str, Any]) -> str:
+    return ", predicted" if run["is_predicted"] else ""
+
+
 _ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "steps": _number("num_steps", "d"),
+    "steps after the first": _number("num_steps", "d"),
     "time per step": _seconds("step_s"),
-    "a dense step": lambda run: _seconds("dense_step_s")(run) + (", predicted" if run["is_predicted"] else ""),
-    "speed-up": lambda run: f"{run['speed_up']:.2f}x" if run["speed_up"] is not None else "-",
+    "a dense step": lambda run: _seconds("dense_step_s")(run) + _predicted(run),
+    "speed-up of the run": lambda run: (
+        f"{run['speed_up']:.2f}x{_predicted(run)}" if run["speed_up"] is not None else "-"
+    ),
     "loss at the end": _number("loss", ".4g"),
     "validation loss": _number("validation_loss", ".4g"),
     "expected loss over dense's": _number("expected_loss", ".3f"),

@@ -10,12 +10,21 @@ from typing import Any
 
 import click
 
-from cgx_ray.commands.options import FILE, PICTURE, console_for, json_option, plot_option
+from cgx_ray.commands.options import FILE, PICTURE, check_plots, console_for, json_option, plot_option
 from cgx_ray.control.journal.sentences import RunTotals
 from cgx_ray.errors import ConfigError
-from cgx_ray.report.live_view import broken_note, plan_in_force
+from cgx_ray.report.live_view import broken_note
 from cgx_ray.report.record import RunRecord, load_run
-from cgx_ray.report.run_facts import dense_of, last_loss, mean_step_s, num_changes, prediction_errors, spans, world_size
+from cgx_ray.report.run_facts import (
+    dense_of,
+    last_loss,
+    loss_note,
+    mean_step_s,
+    num_changes,
+    prediction_errors,
+    spans,
+    world_size,
+)
 from cgx_ray.report.show import print_line, whole_file, write_json
 from cgx_ray.units import format_count
 
@@ -47,13 +56,15 @@ def report(
     which are compared. Training may still go on. Prints the verdict; writes a page that works offline, and a picture.
     """
     folder, console = run_dir.resolve(), console_for(json_path)
-    # Of another user's run the report goes to the current folder.
-    place = folder if os.access(folder, os.W_OK | os.X_OK) else Path()
+    check_plots()
+    records = _read_runs(folder, events)
+    # Several runs: to the folder that holds them. Of another user's run the report goes to the current folder.
+    place = records[0].run_dir if len(records) == 1 else folder
+    place = place if os.access(place, os.W_OK | os.X_OK) else Path()
     html = html or FILE.convert(place / "report.html", None, None)
     plot = plot or PICTURE.convert(place / "report.png", None, None)
-    from cgx_ray.report.picture import plot_runs  # noqa: PLC0415 - the extra plots, of which `convert` has made sure
+    from cgx_ray.report.picture import plot_runs  # noqa: PLC0415 - the extra plots, see `check_plots`
 
-    records = _read_runs(folder, events)
     dense, decided = dense_of(records), [record for record in records if record.has_journal]
     for record in decided:
         name = f"{record.name}: " if len(decided) > 1 else ""
@@ -61,7 +72,7 @@ def report(
     plot_runs(records, plot, title=f"{folder.name}: {world_size(records[-1])} workers")
     write_page(html, folder.name, records, usd_per_hour=price)
     for record in records:
-        for note in (*broken_note(record.broken), *record.cut, *filter(None, [record.clipped])):
+        for note in (*broken_note(record.broken), *record.cut, *filter(None, [record.clipped]), *loss_note(record)):
             print_line(console, note)
     counts = [f"{f'{one.name}: ' if len(decided) > 1 else ''}{_decisions_of(one)}" for one in decided]
     print_line(console, f"{'; '.join(counts)}; picture: {plot}; report: {html}")
@@ -101,7 +112,7 @@ def describe_run(record: RunRecord, dense: RunRecord | None = None) -> dict[str,
     return {
         "name": record.name,
         "verdict": totals.verdict(beside) if record.has_journal else None,
-        "plan": plan_in_force(record),
+        "plan": totals.plan if record.has_journal else None,
         "since_step": totals.since if record.has_journal else None,
         "num_steps": sum(span.num_steps for span in found),
         "step_s": step_s,

@@ -58,14 +58,16 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
             last = view if view is not None else last
             step = last.step if last is not None and last.step is not None else step
             has_begun = last is not None and (last.step is not None or not last.is_running)
-            status = "" if has_begun else f"waiting for {run or 'a run'} to begin; Ctrl-C ends"
+            is_over = once and record is not None
+            status = "" if has_begun or is_over else f"waiting for {run or 'a run'} to begin; Ctrl-C ends"
             screen.update([last] if last is not None else [], status)
             if once and last is not None:
                 break
             if once and record is not None:
                 skipped = "".join(f"; {note}" for note in broken_note(record.broken))
                 raise ConfigError(
-                    f"{run} has no decisions.jsonl with a plan: not the folder of a run, or not begun yet{skipped}"
+                    f"there is no run in {run} yet, as it has no decisions.jsonl with a plan; give <storage path>/<run "
+                    f"name>{skipped}"
                 )
             time.sleep(POLL_S)
     if last is not None and not once:

@@ -299,6 +299,12 @@ class _KeptLoop:
         if own is not None:
             logger.warning("the controller was started again and goes on with plan %d", own.plans[-1].version)
             self.loop.resume()
+        elif start.history is None and start.journal_path.exists():
+            logger.warning(
+                "%s is of an earlier run, and this one adds its lines to it: report counts both as one run, so give "
+                "each run its own folder or name",
+                start.journal_path,
+            )
 
     def do(self, asked: _Asked) -> _Done:
         """Call a method of the loop."""

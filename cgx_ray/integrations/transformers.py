@@ -12,7 +12,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from cgx_ray.integrations.rank_files import load_rank_files, save_rank_file
 from cgx_ray.session.attach import attach
-from cgx_ray.session.attachment import Attachment
+from cgx_ray.session.attachment import Attachment, process
 
 
 class CGXCallback(TrainerCallback):
@@ -29,7 +29,8 @@ class CGXCallback(TrainerCallback):
         """
         resume_from  checkpoint that `trainer.train(resume_from_checkpoint=)` gets; by default the one of the same step
                      in the Trainer's own folder
-        options      arguments of `cgx_ray.attach`, such as `codec="qsgd:bits=4"`
+        options      arguments of `cgx_ray.attach`, such as `codec="qsgd:bits=4"`. `folder`, for the journal of a policy
+                     that decides, is the Trainer's `output_dir` by default
         """
         self.attachment: Attachment | None = None
         # It holds its callbacks.
@@ -43,7 +44,7 @@ class CGXCallback(TrainerCallback):
         if not is_attached or self._attached is None or self._attached() is not model:
             if self.attachment is not None:
                 self.attachment.close()
-            self.attachment, self._attached = attach(model, **self._options), weakref.ref(model)
+            self.attachment, self._attached = attach(model, **self._with_folder(args)), weakref.ref(model)
         assert self.attachment is not None
         if state.global_step:
             given = self._resume_from or args.resume_from_checkpoint
@@ -74,6 +75,12 @@ class CGXCallback(TrainerCallback):
         # The Trainer may train the same wrapped model again, so it stays attached.
         if self.attachment is not None:
             self.attachment.end_round()
+
+    def _with_folder(self, args: TrainingArguments) -> dict[str, Any]:
+        """Return the arguments of `attach`, with the Trainer's own folder for the journal of a policy that decides."""
+        policy = self._options.get("policy")
+        decides = getattr(policy, "decides", policy not in (None, "static"))
+        return {"folder": args.output_dir, **self._options} if decides and process.session is None else self._options
 
     def _end_round_before(self, control: TrainerControl) -> None:
         is_due = control.should_evaluate or control.should_save or control.should_training_stop

@@ -45,6 +45,7 @@ from cgx_ray.plan.plan import (
     as_option,
     check_period,
     make_plan,
+    plan_under,
 )
 
 __all__ = [
@@ -87,6 +88,7 @@ __all__ = [
     "one_of",
     "options_of",
     "packed_index_bytes",
+    "plan_under",
     "preferred_scheme",
     "record_of",
     "register_codec",

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
-from cgx_ray.errors import ConfigError
+from cgx_ray.errors import ConfigError, nearest
 from cgx_ray.plan.built_in import COUNT_BYTES, packed_index_bytes
-from cgx_ray.plan.codec_record import CodecRecord
+from cgx_ray.plan.codec_record import CodecRecord, Parameter
 from cgx_ray.plan.codec_registry import record_of
 
 # Lin et al. 2018, section 3.3: the densities of the four parts of the warm-up.
@@ -96,8 +96,7 @@ class CodecSpec:
         for item in filter(None, rest.split(",")):
             key, _, value = (part.strip() for part in item.partition("="))
             if key not in known:
-                takes = ", ".join(known) or "no parameters"
-                raise ConfigError(f"codec {text!r}: codec {name} has no {key}; it takes {takes}")
+                raise ConfigError(f"codec {text!r}: codec {name} has no {key}; {_hint(key, value, known)}")
             if key in values:
                 raise ConfigError(f"codec {text!r}: {key} is given twice; give it once")
             try:
@@ -161,3 +160,10 @@ class CodecSpec:
         known = self.record.parameters
         shown = [key for key, value in self.parameters.items() if key in _PRINCIPAL or value != known[key].default]
         return self.name + (":" if shown else "") + ",".join(f"{key}={self.parameters[key]}" for key in shown)
+
+
+def _hint(key: str, value: str, known: Mapping[str, Parameter]) -> str:
+    """Return what a codec takes in place of `key`: a parameter of a similar name, or the first one, given `key`."""
+    near = nearest(key, known) if value else next(iter(known), "")
+    meant = f"did you mean '{near}={value or key}'? " if near else ""
+    return f"{meant}it takes {', '.join(known) or 'no parameters'}"

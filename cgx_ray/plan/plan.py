@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from cgx_ray.errors import CGXError, ConfigError, PlanError, unknown
 from cgx_ray.plan.codec_spec import CodecSpec
@@ -41,6 +41,8 @@ MAX_PERIOD = 1024
 STEPS_TOGETHER = 40
 # Indices are int32.
 MAX_INDEXED_NUMEL = 2**31 - 1
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -407,3 +409,14 @@ def _fill_groups(chosen: Sequence[tuple[Layer, _Choice]], group_bytes: int, firs
                 groups.append(GroupPlan(layers=tuple(names), option=choice.option, is_fixed=choice.is_fixed))
                 cap = group_bytes
     return groups
+
+
+def plan_under(version: int, known: Mapping[int, T]) -> T | None:
+    """Return the plan that ranks have under `version`, of those in a journal by version; None if it has none so old.
+
+    The fallback of a lease, and the permanent plan after a trial, have no decision: they are one and two versions after
+    the plan on trial.
+    """
+    versions = [one for one in sorted(known) if one <= version]
+    is_fallback = len(versions) > 1 and version == versions[-1] + 1
+    return known[versions[-2 if is_fallback else -1]] if versions else None

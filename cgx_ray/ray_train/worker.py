@@ -16,7 +16,7 @@ import torch
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
 from cgx_ray.errors import PlanError
-from cgx_ray.logs import show_lines
+from cgx_ray.logs import name_lines, show_lines
 from cgx_ray.monitors.plan_relay import POLL_TIMEOUT_S
 from cgx_ray.monitors.sample import Fault
 from cgx_ray.plan import Layer, Plan
@@ -226,6 +226,7 @@ def _first_line(error: Exception) -> str:
 def open_ray_session(settings: Settings, controller: Any, agents: Mapping[str, Any], folder: Path) -> None:
     """Give `attach` a session. The backend calls it in every worker, with the agents by node and the run's folder."""
     show_lines()
+    name_lines()
     agent = agents.get(ray.get_runtime_context().get_node_id())
     process.session = RaySession(settings, controller, agent, folder)
 

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from cgx_ray.report.live_view import PARTS, DecisionLine, LiveView, RankLine
 from cgx_ray.report.show import print_line
+from cgx_ray.units import format_seconds
 from cgx_ray.untrusted import printable
 
 _COLORS = dict(zip(PARTS, ("green", "magenta", "red", "blue"), strict=True))
@@ -107,11 +108,11 @@ class PlainScreen:
 def plain_line(view: LiveView) -> str:
     """Return step, loss, seconds, speed, plan and link in one line."""
     slowest = max(view.ranks, key=lambda rank: rank.step_s)
-    split = ", ".join(f"{part} {seconds:.2f}" for part, seconds in slowest.parts.items())
+    split = ", ".join(f"{part} {format_seconds(seconds)}" for part, seconds in slowest.parts.items())
     parts = [
         f"{view.name}: step {_step_of(view)}",
         f"loss {view.loss:.3f}" if view.loss is not None else "",
-        f"{slowest.step_s:.2f} s/step{f' ({split})' if split else ''}",
+        f"{format_seconds(slowest.step_s)} per step{f' ({split})' if split else ''}",
         *view.pace[1:],
         view.speed or "",
         view.plan or "",
@@ -171,13 +172,13 @@ def _ranks(ranks: Sequence[RankLine]) -> RenderableType:
     for rank in shown:
         name = Text(printable(f"{rank.name} {rank.node}".strip()), style="yellow" if rank.is_slow else "")
         width = round(_BAR_WIDTH * rank.step_s / slowest_s) if slowest_s > 0 else 0
-        grid.add_row(name, f"{rank.step_s:.3g} s", _bar(rank.parts, width))
+        grid.add_row(name, format_seconds(rank.step_s), _bar(rank.parts, width))
     if not any(rank.parts for rank in shown):
         return grid
     legend = Text()
     for part in PARTS:
         mean_s = sum(rank.parts.get(part, 0.0) for rank in shown) / len(shown)
-        legend.append(f"{part} {mean_s:.2g} s  ", style=_COLORS[part])
+        legend.append(f"{part} {format_seconds(float(f'{mean_s:.2g}'))}  ", style=_COLORS[part])
     rows: list[RenderableType] = [grid, legend]
     if len(shown) < len(ranks):
         rows.append(Text(f"and {len(ranks) - len(shown)} faster ranks", style="dim"))
@@ -203,9 +204,9 @@ def _decisions(lines: Sequence[DecisionLine]) -> RenderableType:
     grid.add_column(justify="right", no_wrap=True)
     grid.add_column(ratio=1)
     for line in lines:
-        later = f"measured {line.measured_s:.3g} s" if line.measured_s is not None else "not measured"
+        later = f"measured {format_seconds(line.measured_s)}" if line.measured_s is not None else "not measured"
         text = Text(printable(line.text), style="bold" if line.is_change else "")
         text.truncate(_SHOWN_CHARS, overflow="ellipsis")
         grid.add_row(str(line.step), text)
-        grid.add_row("", Text(f"predicted {line.predicted_s:.3g} s per step, {later}", style="yellow"))
+        grid.add_row("", Text(f"predicted {format_seconds(line.predicted_s)} per step, {later}", style="yellow"))
     return grid

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from cgx_ray.plan import plan_under
 from cgx_ray.report.record import RunRecord, StepLine
 from cgx_ray.units import format_bytes, format_measured_rate, format_rate
 
@@ -86,7 +87,7 @@ def view_of_record(record: RunRecord, *, num_steps: int | None = None, links: Se
         ranks = (RankLine(name="rank 0", node="", step_s=last_step.step_s, parts=_step_parts(last_step)),)
         step: int | None = last_step.step
     else:
-        plan = plan_in_force(record)
+        plan = (plan_in_force(record) or {}).get("plan")
         ranks = tuple(_progress_line(line) for line in record.progress[-1:])
         step = newest["step"] if newest is not None else None
     return LiveView(
@@ -213,14 +214,23 @@ def describe_decision(line: Mapping[str, Any]) -> str:
     return f"step {line['step']}: {change_of(line)}: {line['reason']}"
 
 
-def plan_in_force(record: RunRecord) -> str | None:
-    """Return the plan of the journal's last line that names one."""
-    lines = [*record.starts, *record.decisions]
+def plan_in_force(record: RunRecord) -> Mapping[str, Any] | None:
+    """Return the plan of the newest steps; without any, that of the last line that has one."""
+    lines = [*record.starts, *record.progress] or record.decisions
     if not lines:
         return None
     last = max(lines, key=lambda line: line["time"])
-    text: str = last["plan"]["plan"] if last["event"] == "start" else last["new"]["plan"]
-    return text
+    if last["event"] == "progress":
+        return plan_under(last["version"], {plan["version"]: plan for plan in plans_of(record)})
+    plan: Mapping[str, Any] = last["plan" if last["event"] == "start" else "new"]
+    return plan
+
+
+def plans_of(record: RunRecord) -> list[Mapping[str, Any]]:
+    """Return the plans of the journal that have a version."""
+    plans = [line["plan"] for line in record.starts]
+    plans += [plan for line in record.decisions for plan in (line["old"], line["new"])]
+    return [plan for plan in plans if "version" in plan]
 
 
 def broken_note(broken: Sequence[str]) -> tuple[str, ...]:
@@ -248,8 +258,9 @@ def _progress_line(line: Mapping[str, Any]) -> RankLine:
 
 def _speed(progress: Sequence[Mapping[str, Any]], speed_up: float | None) -> str | None:
     """Return the speed of the newest steps, and the time between the steps of the newest progress line."""
-    said = [f"{speed_up:.2f}x as fast as dense"] if speed_up is not None else []
     line = progress[-1] if progress else {}
+    dense = "dense" if line.get("is_dense_measured") else "predicted for dense"
+    said = [f"newest steps {speed_up:.2f}x as fast as {dense}"] if speed_up is not None else []
     if line.get("between_s"):
         share = line["between_s"] / (line["between_s"] + line["step_s"])
         said.append(f"{share:.0%} of the time between steps")

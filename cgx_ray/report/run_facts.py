@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from cgx_ray.report.live_view import is_new_plan, outcomes_of
+from cgx_ray.plan import plan_under
+from cgx_ray.report.live_view import is_new_plan, outcomes_of, plans_of
 from cgx_ray.report.record import SMOOTHED_STEPS, RunRecord, smooth_losses
 
 # Usual prediction error, either way, from which predictions deserve attention.
@@ -62,7 +63,8 @@ def _steps(record: RunRecord) -> list[StepSpan]:
             _parts(line.step_s, [getattr(line, part) for part in _PARTS]),
             line.plan_version,
         )
-        for line in record.steps
+        # As in the journal: whatever came before training is in the first step.
+        for line in record.steps[1:]
     ]
 
 
@@ -133,18 +135,12 @@ def steps_s(found: Sequence[StepSpan]) -> float:
 
 def options_by_version(record: RunRecord) -> dict[int, Mapping[str, Mapping[str, Any]]]:
     """Return the options of each plan of the journal, with their groups and bytes, by version."""
-    plans = [line["plan"] for line in record.starts]
-    plans += [plan for line in record.decisions for plan in (line["old"], line["new"])]
-    return {plan["version"]: plan["options"] for plan in plans if "version" in plan and "options" in plan}
+    return {plan["version"]: plan["options"] for plan in plans_of(record) if "options" in plan}
 
 
 def options_of(version: int | None, known: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> Mapping[str, Any]:
-    """Return the options in force under `version`; empty if unknown.
-
-    A plan on trial becomes permanent under a later version that no decision has, so the last one before it counts.
-    """
-    versions = [one for one in known if version is not None and one <= version]
-    return known[max(versions)] if versions else {}
+    """Return the options in force under `version`; empty if unknown."""
+    return (plan_under(version, known) if version is not None else None) or {}
 
 
 def shares_by(name: str, record: RunRecord, found: Sequence[StepSpan]) -> dict[str, float]:
@@ -218,6 +214,12 @@ def last_loss(record: RunRecord) -> float | None:
     if record.steps:
         return smooth_losses(record.steps)[-1]
     return next((line["loss"] for line in reversed(record.progress) if line.get("loss") is not None), None)
+
+
+def loss_note(*records: RunRecord) -> tuple[str, ...]:
+    """Return a line on how to report the loss, if one of the runs has none."""
+    is_known = all(last_loss(record) is not None for record in records)
+    return () if is_known else ("no loss was reported; attachment.observe(loss=loss) in the training loop reports it",)
 
 
 def duration_s(record: RunRecord) -> float:

@@ -9,13 +9,14 @@ from statistics import median
 from typing import Any
 
 from cgx_ray.report import page
-from cgx_ray.report.live_view import change_of, drift_note, outcomes_of
+from cgx_ray.report.live_view import change_of, drift_note, outcomes_of, plan_in_force
 from cgx_ray.report.record import RunRecord
 from cgx_ray.report.run_facts import (
     SpeedUp,
     between_share,
     dense_of,
     duration_s,
+    loss_note,
     mean_parts,
     mean_step_s,
     next_step,
@@ -99,7 +100,8 @@ def _run(record: RunRecord, dense: RunRecord | None, extras: Extras, *, prefix: 
     body.append(page.numbers(_numbers(record, gained, extras)))
     if gained is not None:
         body.append(page.paragraph(f"The speed-up is {gained.known_by}."))
-    body += [page.paragraph(f"Note: {note}.") for note in drift_note(record.drifts)]
+    notes = (*drift_note(record.drifts), *loss_note(record))
+    body += [page.paragraph(f"Note: {note}.") for note in notes]
     body.append(page.paragraph(f"What to try next: {next_step(record, gained)}", kind="next"))
     spoken = f"Run {record.name}. " if has_title else ""
     drawn = [one._replace(alt=spoken + one.alt) for one in run_pictures(record)]
@@ -110,7 +112,7 @@ def _run(record: RunRecord, dense: RunRecord | None, extras: Extras, *, prefix: 
     timelines = [one._replace(alt=spoken + one.alt) for one in extras.timelines(record)]
     if timelines:
         body += [page.heading(3, "Steps before and after"), page.pictures(timelines, f"{prefix}t")]
-    plan = record.decisions[-1]["new"] if record.decisions else record.starts[-1]["plan"] if record.starts else None
+    plan = plan_in_force(record)
     if plan is not None and "options" in plan:
         body += [page.heading(3, "Plan at the end"), _plan(plan)]
     return body
@@ -138,14 +140,14 @@ def _what_and_where(record: RunRecord) -> str:
     begin = datetime.fromtimestamp(record.start_time, UTC)
     num_steps = sum(span.num_steps for span in found)
     texts.append(f"It began on {begin:%Y-%m-%d %H:%M:%S} UTC and took {format_seconds(duration_s(record))}")
-    texts[-1] += f" for {num_steps} steps." if num_steps else "."
+    texts[-1] += f" for {num_steps} steps after the first." if num_steps else "."
     return " ".join(texts)
 
 
 def _numbers(record: RunRecord, gained: SpeedUp | None, extras: Extras) -> list[tuple[str, str]]:
     found = spans(record)
     step_s, parts, errors = mean_step_s(found), mean_parts(found), prediction_errors(record)
-    pairs = [("speed-up against dense", f"{gained.ratio:.2f}x" if gained is not None else "unknown")]
+    pairs = [("speed-up of the run", f"{gained.ratio:.2f}x" if gained is not None else "unknown")]
     if step_s is not None:
         pairs.append(("mean step", f"{step_s:.3g} s"))
     if parts is not None and sum(parts) > 0:

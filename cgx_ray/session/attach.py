@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from cgx_ray.collectives.transport.gathered import Gatherer, as_own, unreachable
 from cgx_ray.collectives.transport.gloo_sockets import noted_listeners
@@ -34,11 +35,11 @@ from cgx_ray.session.lines import end_line, start_line
 from cgx_ray.session.local_control import LocalControl
 from cgx_ray.session.settings import (
     MAX_TIMEOUT_S,
-    OF_STATIC,
     POLICY_ARGUMENTS,
     VARIABLE,
     Off,
     Settings,
+    means_static,
     of_variable,
     policy_variable,
 )
@@ -180,7 +181,7 @@ def _check_given(
     if others.keys() - _SETTINGS:
         name = min(others.keys() - _SETTINGS)
         raise ConfigError(f"attach got {unknown('setting', name, sorted({*_SETTINGS, *POLICY_ARGUMENTS}))}")
-    if policy is None and (lost := sorted(given.keys() - set(OF_STATIC))):
+    if policy is None and not means_static(given) and (lost := sorted(given)):
         wanted = "it to CGXConfig, which decides in Ray Train" if in_ray else "policy='adaptive', or another one"
         raise ConfigError(f"attach got {lost[0]} without a policy that has it; give {wanted}")
     if plan is not None and (given or policy is not None):
@@ -226,14 +227,14 @@ def _attach(
         )
     if not has_group or dist.get_world_size() == 1:
         make_settings()
-        return _unattached()
+        return _unattached(model)
     # The engine's thread could not write to memory that is made in inference mode.
     with torch.inference_mode(mode=False), own_groups() as groups, ExitStack() as undo:
         settings, world = _agreed_settings(make_settings, folder, groups)
         process.close_old()
         with world.gather.sharing_errors():
             if isinstance(settings.policy, Off):
-                return _unattached(groups, world.gather)
+                return _unattached(model, groups, world.gather)
             lifeline = watch(world, settings.silent_s, settings.timeout_s)
             undo.callback(lifeline.close)
             control = None
@@ -277,13 +278,18 @@ def _log_start(
         attachment.call_at_end(lambda: logger.info("%s", end_line(engine, takes_folder=takes_folder)))
 
 
-def _unattached(groups: Sequence[dist.ProcessGroup] = (), gather: Gatherer | None = None) -> Attachment:
+def _unattached(
+    model: nn.Module, groups: Sequence[dist.ProcessGroup] = (), gather: Gatherer | None = None
+) -> Attachment:
     """Return the attachment of a model whose gradients do not go through cgx_ray. `gather`: None at world size 1."""
     attachment = Attachment(None, groups)
     if process.session is not None:
         process.session.start(attachment)
     if gather is None:
-        logger.info("one process: it has no gradients to exchange, so nothing is compressed")
+        needs = "; with more, attach needs a DistributedDataParallel or an FSDP2 model, and this is a "
+        is_ready = isinstance(model, DistributedDataParallel) or _is_fsdp2(model)
+        said = "" if is_ready else f"{needs}{type(model).__name__}"
+        logger.info("one process: no gradients to exchange, nothing is compressed%s", said)
     else:
         gather(None)
         if dist.get_rank() == 0:

@@ -19,6 +19,7 @@ import concurrent.futures
 import logging
 import os
 import pickle
+import shutil
 import socket
 import threading
 import time
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Folder of the loop's history, in the run's.
+_HISTORY = "controller"
 REPORT_S = 0.5
 # Longest waits for the loop, in seconds: for its first plan, to write an error down before it is raised, at the end.
 REGISTER_S, FAULT_S, END_S = 60.0, 5.0, 5.0
@@ -172,7 +175,7 @@ class LocalControl:
         fresh = self.settings.first_plan(layers, world_size, bucket_bytes)
         registration = calibrate(self.settings, layers, fresh, self._device, costs)
         # It has times of the monotonic clock, which begins at 0 with each start of a machine.
-        snapshot = self._folder / "controller" / Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        snapshot = self._folder / _HISTORY / Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         start = LoopStart(
             policy=make_policy(self.settings),
             journal_path=self.journal,
@@ -243,6 +246,8 @@ class LocalControl:
         if self._loop is not None:
             self._wait_for(self._loop.ask("end", time.time()), END_S)
             self._loop.close()
+            if not _may_restart():
+                shutil.rmtree(self._folder / _HISTORY, ignore_errors=True)
         if self._server is not None:
             self._server.end(("end", None))
         if self._client is not None:
@@ -354,10 +359,20 @@ def _order_probe(reply: Reply, call: Future[str | None]) -> None:
         reply(("probe", target))
 
 
+def _may_restart() -> bool:
+    """Return whether the ranks may be started again, and need the history: torchrun says so, others may not."""
+    most = os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+    return most is None or _num_restarts() < int(most)
+
+
+def _num_restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def _earlier_history(snapshot: Path) -> History | None:
     """Return the history of the ranks that torchrun has started again, and remove it. None for a first start."""
     found = None
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+    if _num_restarts() > 0:
         found = Snapshot(snapshot).read()
     # The loop would take it for that of a crash of its own process.
     snapshot.unlink(missing_ok=True)

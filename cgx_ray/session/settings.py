@@ -43,7 +43,7 @@ MAX_TIMEOUT_S = 1e9
 # Names the policy of a run in place of the one in its script.
 VARIABLE = "CGX_POLICY"
 # Arguments that mean the policy "static" where no policy is given.
-OF_STATIC = ("codec", "scheme", "intra", "period")
+OF_STATIC = tuple(field.name for field in fields(Static) if field.init)
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,19 @@ def _overruled(policy: Policy) -> Policy:
     return policy if isinstance(policy, type(named)) else named
 
 
-def _split(arguments: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the names of those arguments of policies that are given: those of `Static`, and others."""
+def means_static(arguments: Mapping[str, Any]) -> bool:
+    """Return whether arguments of policies mean "static", where no policy is given.
+
+    Raises ConfigError if others are given beside them.
+    """
     given = [name for name, value in arguments.items() if value is not None]
-    return [name for name in given if name in OF_STATIC], [name for name in given if name not in OF_STATIC]
+    static, others = ([name for name in given if (name in OF_STATIC) is own] for own in (True, False))
+    if static and others:
+        raise ConfigError(
+            f"{static[0]} means policy 'static', which has no {others[0]}; leave one of them out, or give a policy "
+            "that takes both"
+        )
+    return bool(static)
 
 
 def is_timeout(timeout_s: object) -> bool:
@@ -167,13 +176,7 @@ class Settings:
     def __post_init__(self, *arguments: Any) -> None:
         given = dict(zip(POLICY_ARGUMENTS, arguments, strict=True))
         if self.policy is None:
-            static, others = _split(given)
-            if static and others:
-                raise ConfigError(
-                    f"{static[0]} means policy 'static', which has no {others[0]}; leave one of them out, or give a "
-                    "policy that takes both"
-                )
-            self.policy = "static" if static else "adaptive"
+            self.policy = "static" if means_static(given) else "adaptive"
         self.policy = _overruled(as_policy(self.policy, given))
         if self.transport not in TRANSPORTS:
             raise ConfigError(unknown("transport", self.transport, TRANSPORTS))

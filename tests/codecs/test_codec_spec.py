@@ -67,7 +67,10 @@ def test_a_plan_shows_what_it_is() -> None:
     [
         ("zip", "unknown codec 'zip'; known: none, fp16"),
         ("qsdg:bits=4", "unknown codec 'qsdg'; did you mean 'qsgd'? known: none, fp16"),
-        ("qsgd:bitz=4", "codec qsgd has no bitz; it takes bits, bucket_size, grid, rounding"),
+        ("qsgd:bitz=4", "codec qsgd has no bitz; did you mean 'bits=4'? it takes bits, bucket_size, grid, rounding"),
+        ("qsgd:4", "codec qsgd has no 4; did you mean 'bits=4'? it takes bits, bucket_size, grid, rounding"),
+        ("topk:0.1", "codec topk has no 0.1; did you mean 'density=0.1'? it takes density, value_bits"),
+        ("none:4", "codec none has no 4; it takes no parameters"),
         ("qsgd:density=0.1", "codec qsgd has no density; it takes bits, bucket_size, grid, rounding"),
         ("none:bits=4", "codec none has no bits; it takes no parameters"),
         ("qsgd:bits=9", "bits 9 is not allowed; give a whole number from 1 to 8"),

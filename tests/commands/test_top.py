@@ -57,17 +57,17 @@ def test_the_view_of_a_controller_shows_ranks_links_plan_and_decisions_in_80_col
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(line.strip("│ ").split()) for line in lines)
     for rank in range(WORLD):
-        assert f"rank {rank} 10.0.0.{rank} 0.{5 + rank} s" in text
+        assert f"rank {rank} 10.0.0.{rank} {5 + rank}00 ms" in text
     # The slowest rank has the longest bar, and the others bars in proportion.
     bars = [line.count("█") for line in lines if " rank " in line or "ranks  " in line][:WORLD]
     assert bars == [round(30 * (5 + rank) / 8) for rank in range(WORLD)]
-    assert "compute 0.3 s encode 0.002 s" in text
-    assert "speed 4.36x as fast as dense" in text
+    assert "compute 300 ms encode 2 ms" in text
+    assert "speed newest steps 4.36x as fast as dense" in text
     assert "100 Mbit/s per rank (spread " in text
     assert "10.0.0.2 (ranks 2): 11 MiB/s out, 10 MiB/s in, others 2 MiB/s" in text
     assert "qsgd 4-bit over sra, version" in text
     assert "dense -> qsgd 4-bit over sra: first measurements" in text
-    assert "predicted 0.62 s per step, measured 0.62 s" in text
+    assert "predicted 620 ms per step, measured 62" in text
 
 
 def test_a_name_from_a_user_steers_no_terminal_and_is_no_markup(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.policy import Static
 from cgx_ray.plan import make_plan
+from cgx_ray.report.live_view import view_of_record
 from cgx_ray.report.record import load_run
 from cgx_ray.report.run_facts import next_step, prediction_errors
 from cgx_ray.report.run_pictures import draw_density, draw_shares
@@ -69,22 +70,40 @@ def report(run: Path, *words: str) -> tuple[str, str, dict[str, Any]]:
 def test_the_verdict_is_the_first_line_of_the_report_its_page_and_its_json(tmp_path: Path) -> None:
     first, page, found = report(train(tmp_path, 0.1))
     assert first.startswith("cgx_ray: ")
-    assert f"x faster than dense ({found['step_s'] * 1e3:.0f}"[:22] in first
+    assert f"x faster than dense (on average {found['step_s'] * 1e3:.0f}"[:33] in first
     assert f"{QSGD} since step 4; expected loss 1.005 of dense." in first
     assert first == f"cgx_ray: {found['verdict']}."
     assert f'<p class="verdict">{found["verdict"]}.</p>' in page
     assert found["speed_up"] > 1.5
+    assert "Note: no loss was reported; attachment.observe(loss=loss) " in page
     assert (found["plan"], found["since_step"], found["expected_loss"]) == (QSGD, 4, pytest.approx(1.0046))
 
 
 def test_a_static_run_is_reported_and_compared_with_predicted_dense_steps(tmp_path: Path) -> None:
     first, _, found = report(keep(tmp_path, "qsgd"))
     assert found["is_predicted"]
-    assert "dense predicted" in first
+    assert "x faster than predicted for dense (on average " in first
+    newest = f"newest steps {found['speed_up']:.2f}x as fast as predicted for dense"
+    assert view_of_record(load_run(tmp_path)).speed == newest
     assert f"{QSGD} from the first step on" in first
     # As the adaptive run measures it on the same network.
     adaptive = report(train(tmp_path / "adaptive", 0.1))[2]
     assert found["dense_step_s"] == pytest.approx(adaptive["dense_step_s"], rel=0.3)
+
+
+def test_a_plan_counts_from_its_first_step_on(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.gbps, run.lag = 0.1, 20
+    run.run(12)
+    decided = load_run(tmp_path).decisions[0]
+    assert (decided["new"]["plan"], decided["step"]) == (QSGD, 3)
+    assert view_of_record(load_run(tmp_path)).plan == "dense"
+    run.run(40)
+    run.loop.end(1e3)
+    first, _, found = report(tmp_path)
+    assert found["since_step"] == 24
+    assert f"{QSGD} since step 24" in first
+    assert view_of_record(load_run(tmp_path)).plan == QSGD
 
 
 def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,6 +122,12 @@ def test_the_report_of_a_folder_that_is_read_only_goes_to_the_current_one(
     assert {path.name for path in here.iterdir()} == {"report.html", "report.png"}
 
 
+def test_the_report_of_a_folder_with_one_run_lies_beside_that_run(tmp_path: Path) -> None:
+    run = train(tmp_path / "run", 0.1)
+    assert invoke("report", tmp_path).splitlines()[-1].endswith(f"report: {run / 'report.html'}")
+    assert list(tmp_path.iterdir()) == [run]
+
+
 def test_the_page_is_opened_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     monkeypatch.setattr(click, "launch", opened.append)
@@ -117,8 +142,10 @@ def test_two_runs_are_compared_side_by_side(tmp_path: Path) -> None:
     found = json.loads(path.read_text())
     assert said.splitlines()[0] == f"a step of quantized is {found['step_ratio']:.2f}x faster than one of dense_run"
     assert [run["plan"] for run in found["runs"]] == ["dense", QSGD]
+    assert f"{found['runs'][1]['speed_up']:.2f}x, predicted" in said
     for row in ("time per step", "loss at the end", "expected loss over dense's", "plan at the end"):
         assert row in said
+    assert said.splitlines()[-1].startswith("no loss was reported; attachment.observe(loss=loss) ")
     done = CliRunner().invoke(main, ["compare", str(one), str(tmp_path / "nothing")])
     assert done.exit_code == 2
 

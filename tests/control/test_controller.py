@@ -76,6 +76,18 @@ def start(
     wait_until(lambda: all(controller in ended for controller in started))
 
 
+def test_a_second_run_in_a_folder_says_that_it_adds_to_the_first_ones_journal(
+    start: Callable[..., Controller], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(ADAPTIVE)
+    assert "is of an earlier run" not in caplog.text
+    second = tmp_path / "second"
+    second.mkdir()
+    (second / "decisions.jsonl").write_text("{}\n")
+    start(ADAPTIVE, second)
+    assert f"{second / 'decisions.jsonl'} is of an earlier run, and this one adds its lines to it: " in caplog.text
+
+
 def observe(controller: Controller, report: NodeSample, newest: int = 0) -> tuple[str | None, list[int]]:
     """Report; return the node to probe and the versions of the plans that came with it."""
     order, plans = controller.observe(report.node_id, pickle.dumps(report), newest) or (None, [])

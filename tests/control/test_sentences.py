@@ -35,7 +35,7 @@ def decided(old: str, new: str, *, step: int = 12, **others: Any) -> dict[str, A
 
 def progress(version: int, num_steps: int, step_s: float, speed_up: float | None, **others: Any) -> dict[str, Any]:
     steps = {"event": "progress", "version": version, "num_steps": num_steps, "step_s": step_s, "speed_up": speed_up}
-    return {**steps, "compute_s": 0.3, "is_dense_measured": True, **others}
+    return {**steps, "step": num_steps + 12, "compute_s": 0.3, "is_dense_measured": True, **others}
 
 
 def started(plan: str = "dense", kind: str = "adaptive") -> dict[str, Any]:
@@ -105,17 +105,20 @@ def test_the_verdict_compares_measured_steps_with_what_dense_took_on_that_networ
     # 18 s dense and 40.5 s under qsgd, which as dense steps would have taken 162 s.
     assert run.speed_up == pytest.approx(180 / 58.5)
     assert run.verdict() == (
-        f"3.1x faster than dense (585 ms instead of 1.8 s per step); {QSGD} since step 13; expected loss 1.003 of dense"
+        f"3.1x faster than dense (on average 585 ms instead of 1.8 s per step); {QSGD} since step 13; "
+        "expected loss 1.003 of dense"
     )
-    assert run.verdict(beside=(0.5, 2.0)).startswith("4x faster than dense (500 ms instead of 2 s per step); ")
+    assert run.verdict(beside=(0.5, 2.0)).startswith(
+        "4x faster than dense (on average 500 ms instead of 2 s per step); "
+    )
 
 
 def test_a_verdict_on_a_network_without_dense_steps_says_that_it_is_predicted() -> None:
     line = progress(0, 100, 0.5, 2.0, is_dense_measured=False)
     run = totals(started(QSGD, "static"), line)
     assert run.verdict() == (
-        f"2x faster than dense (500 ms per step, dense predicted 1 s); {QSGD} from the first step on; "
-        "expected loss 1.003 of dense"
+        "2x faster than predicted for dense (on average 500 ms instead of 1 s per step); "
+        f"{QSGD} from the first step on; expected loss 1.003 of dense"
     )
 
 
@@ -164,11 +167,23 @@ def test_too_few_steps_are_no_verdict() -> None:
     assert totals(started(), progress(0, 1, 1.0, None)).verdict() == said
 
 
+def test_a_plan_is_since_the_first_step_under_it_not_since_its_decision() -> None:
+    late = started(), progress(0, 40, 1.0, 1.0, step=40), decided("dense", QSGD, step=12)
+    assert totals(*late).plan == "dense", "no rank has had it"
+    run = totals(*late, progress(1, 30, 0.4, 2.5, step=70), progress(1, 9, 0.4, 2.5, step=79))
+    assert (run.plan, run.since) == (QSGD, 41)
+    # The lease of the plan has ended, and ranks have returned to its fallback.
+    run.add_line(progress(2, 5, 1.0, 1.0, step=84))
+    assert (run.plan, run.since) == ("dense", 80)
+
+
 def test_trials_and_their_fallback_are_no_new_plan() -> None:
     trial = decided(QSGD, "bf16 over sra", step=20, made_by="codec_trial")
     trial |= {"old": {"version": 0, "plan": QSGD}, "new": {"version": 1, "plan": "bf16 over sra"}}
     run = totals(started(QSGD), trial, progress(2, 5, 1.0, 2.0))
     assert (run.plan, run.since, run.in_dense_s) == (QSGD, 0, 0.0)
+    run.add_line(progress(1, 5, 1.0, 2.0))
+    assert (run.plan, run.since) == (QSGD, 0)
     # The fallback of version 1, which is dense, is version 2; version 3 is the permanent one.
     for version, dense_s in ((2, 5.0), (3, 0.0)):
         run = totals(started(), decided("dense", QSGD), progress(version, 5, 1.0, 2.0))
@@ -193,6 +208,10 @@ def test_lines_follow_python_s_logging_and_are_shown_from_info_on_where_nothing_
     own = "show_lines(); logging.basicConfig(); logging.getLogger('cgx_ray').setLevel('INFO')"
     assert shown(own).splitlines() == late
     assert shown("logging.getLogger('cgx_ray').setLevel('ERROR')") == ""
+    # As in Ray's workers, with two handlers.
+    two = "logging.basicConfig(format='%(message)s', level='INFO', handlers=[logging.StreamHandler() for _ in 'ab'])"
+    named = shown(f"from cgx_ray.logs import name_lines; {two}; name_lines(); name_lines()")
+    assert named == "cgx_ray: info\n" * 2 + "cgx_ray: warning\n" * 2
     assert "CGX_LOG_LEVEL 'LOUD' is not allowed; give DEBUG, INFO" in shown("pass", CGX_LOG_LEVEL="loud")
 
 

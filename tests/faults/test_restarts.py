@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +50,17 @@ def test_the_mean_of_all_memory_is_kept_over_restarts_with_other_numbers_of_rank
                 )
                 assert float(before_N.norm()) > 0 or number == 0
                 torch.testing.assert_close(after_N, before_N, rtol=0, atol=1e-6)
+
+
+def _train_in_folder(rank: int, folder: Path) -> None:
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] = "0"
+    model = DistributedDataParallel(Branches())
+    attachment = cgx_ray.attach(model, codec="bf16", folder=folder)
+    train(model, rank, range(NUM_STEPS))
+    assert rank > 0 or (folder / "controller").exists()
+    attachment.close()
+
+
+def test_a_run_that_torchrun_will_not_start_again_leaves_no_history_in_its_folder(tmp_path: Path) -> None:
+    run_ranks(2, _train_in_folder, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["decisions.jsonl"]

@@ -6,6 +6,7 @@ import os
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,6 +209,21 @@ def test_trainings_go_on_from_their_checkpoints_bit_for_bit(tmp_path: Path) -> N
         assert torch.equal(whole, resumed), train
         assert not torch.equal(whole, _flat(_model())), train
         assert num_residuals == 2, train
+
+
+def test_the_journal_of_a_trainer_that_decides_is_in_its_own_folder() -> None:
+    from cgx_ray.integrations.transformers import CGXCallback
+
+    trainer, arguments = Attachment(None), SimpleNamespace(output_dir="out")
+    for options, folder in [
+        ({}, None),
+        ({"codec": "bf16"}, None),
+        ({"policy": cgx_ray.Static("bf16")}, None),
+        ({"policy": "adaptive"}, "out"),
+        ({"policy": cgx_ray.Adaptive()}, "out"),
+        ({"policy": "adaptive", "folder": "own"}, "own"),
+    ]:
+        assert CGXCallback(trainer, **options)._with_folder(arguments).get("folder") == folder, options
 
 
 def test_files_of_other_ranks_are_averaged(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from cgx_ray.control.policies.policy import MAX_SLOWDOWN
+from cgx_ray.plan import plan_under
 from cgx_ray.units import format_count, format_seconds
 
 # Characters of a line of the log.
@@ -68,11 +69,13 @@ class _InForce(NamedTuple):
 
     loss      expected over dense's, None if it was not measured
     has_loss  False in journals of old versions, which say nothing of it
+    is_trial  for a few measuring steps
     """
 
     plan: str
     loss: float | None
     has_loss: bool
+    is_trial: bool = False
 
     @property
     def is_dense(self) -> bool:
@@ -83,7 +86,8 @@ class _InForce(NamedTuple):
 class RunTotals:
     """Sums over the steps of a run, from lines of its journal. Times between steps are in none.
 
-    plan      in force at the end; since which step
+    plan      of the last steps, but for measuring steps; since which step. Ranks get a plan some steps after its
+              decision, or never
     num_all   steps
     steps_s   seconds of those that are known beside dense ones; `as_dense_s` those of dense steps in their place,
               `in_dense_s` of steps that were dense
@@ -111,37 +115,24 @@ class RunTotals:
                 # A run without the history of the one before: its plans have the same numbers.
                 self._plans = {}
             self._take_plan(entry["plan"])
-            self._set_plan(entry["plan"]["plan"], 0 if not self.num_all else None)
+            if not self.num_all:
+                self.plan = entry["plan"]["plan"]
         elif entry["event"] == "decision":
             self._take_plan(entry["old"])
-            self._take_plan(entry["new"])
-            # Plans for a few steps are none that anything is since.
-            if entry["kind"] != "keep" and entry.get("made_by") not in ("codec_trial", "dense_trial", "return"):
-                self._set_plan(entry["new"]["plan"], entry["step"] + 1)
+            self._take_plan(entry["new"], is_trial=entry.get("made_by") in ("codec_trial", "dense_trial"))
         elif entry["event"] == "progress" and entry["num_steps"] and entry["step_s"] > 0:
             self._add_progress(entry)
 
-    def _take_plan(self, plan: Mapping[str, Any]) -> None:
+    def _take_plan(self, plan: Mapping[str, Any], *, is_trial: bool = False) -> None:
         if "version" in plan:
-            self._plans[plan["version"]] = _InForce(plan["plan"], plan.get("expected_loss"), "expected_loss" in plan)
-
-    def _set_plan(self, plan: str, step: int | None) -> None:
-        if plan != self.plan or step == 0:
-            self.plan = plan
-            self.since = self.since if step is None else step
-
-    def _in_force(self, version: int) -> _InForce | None:
-        """Return the plan of a step. The fallback of a trial's lease and a permanent plan have no decision.
-
-        They are one and two versions after the plan on trial.
-        """
-        known = [one for one in sorted(self._plans) if one <= version]
-        is_fallback = len(known) > 1 and version == known[-1] + 1
-        return self._plans[known[-2 if is_fallback else -1]] if known else None
+            new = _InForce(plan["plan"], plan.get("expected_loss"), "expected_loss" in plan, is_trial)
+            self._plans.setdefault(plan["version"], new)
 
     def _add_progress(self, entry: Mapping[str, Any]) -> None:
         num_steps, speed_up = entry["num_steps"], entry.get("speed_up")
-        seconds, plan = num_steps * entry["step_s"], self._in_force(entry["version"])
+        seconds, plan = num_steps * entry["step_s"], plan_under(entry["version"], self._plans)
+        if plan is not None and not plan.is_trial and plan.plan != self.plan:
+            self.plan, self.since = plan.plan, entry["step"] - num_steps + 1
         self.num_all += num_steps
         self.all_s += seconds
         self.compute_s += num_steps * min(entry["compute_s"], entry["step_s"])
@@ -185,12 +176,11 @@ class RunTotals:
         step_s, dense_s = known
         ratio, (took, dense_took) = dense_s / step_s, map(format_seconds, known)
         digits = ".2f" if ratio < 1.1 else ".2g" if ratio < 9.95 else ".0f"
-        said = f"{ratio:{digits}}x faster than {DENSE}"
+        other = f"predicted for {DENSE}" if beside is None and self.is_predicted else DENSE
+        said = f"{ratio:{digits}}x faster than {other}"
         if ratio < MAX_SLOWDOWN:
-            said = f"{1 / ratio:.2f}x slower than {DENSE}" if ratio < 1 / MAX_SLOWDOWN else f"as fast as {DENSE}"
-        is_predicted = beside is None and self.is_predicted
-        beside_it = f"{took} per step, {DENSE} predicted {dense_took}" if is_predicted else ""
-        return "; ".join([f"{said} ({beside_it or f'{took} instead of {dense_took} per step'})", *self._about_plan()])
+            said = f"{1 / ratio:.2f}x slower than {other}" if ratio < 1 / MAX_SLOWDOWN else f"as fast as {other}"
+        return "; ".join([f"{said} (on average {took} instead of {dense_took} per step)", *self._about_plan()])
 
     def _about_plan(self) -> list[str]:
         since = f"since step {self.since}" if self.since else "from the first step on"
