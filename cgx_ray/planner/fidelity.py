@@ -50,9 +50,12 @@ def period_loss(period: int) -> float:
 
 
 def loss_of(codec: CodecSpec, period: int) -> float:
-    """Return the measured loss over dense's of `codec` in rounds of `period` steps: their product; inf if unknown."""
+    """Return the loss over dense's of `codec` in rounds of `period` steps; inf if that of the codec was not measured.
+
+    That is the larger of what either loses by itself: together they lose no more, as bench/data/periods.json shows.
+    """
     cost = codec.record.losses.get(str(codec))
-    return period_loss(period) * (cost.worst if cost is not None else 1.0 if codec == NONE else math.inf)
+    return max(period_loss(period), cost.worst if cost is not None else 1.0 if codec == NONE else math.inf)
 
 
 def expected_loss(codecs: Iterable[CodecSpec], period: int) -> float | None:

@@ -166,7 +166,8 @@ def _collectives_while_works_are_freed(rank: int) -> int:
     collectives: list[Callable[[], Any]] = [
         lambda: dist.all_gather([y], x),
         lambda: collective(dist, "all_gather_single")(y, x),
-        lambda: collective(group, "all_gather_single_coalesced")([y], [x]).wait(),
+        # Torch before 2.13 has no such method.
+        lambda: getattr(group, "all_gather_single_coalesced", group.allgather_into_tensor_coalesced)([y], [x]).wait(),
         lambda: dist.all_gather_object([None], rank),
         lambda: dist.all_reduce(whole),
         lambda: dist.all_reduce(x),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from bench.accuracy.cases import CODECS, WORKLOADS, read_option
 from cgx_ray.plan import NONE, CodecSpec, preferred_scheme
 from cgx_ray.planner.candidates import efficiency
-from cgx_ray.planner.fidelity import LOSS_COSTS, PERIOD_LOSSES, Fidelity, codecs_of, describe_costs
+from cgx_ray.planner.fidelity import LOSS_COSTS, PERIOD_LOSSES, Fidelity, codecs_of, describe_costs, loss_of
 
 
 def _rows(name: str) -> dict[str, Any]:
@@ -54,6 +55,17 @@ def test_losses_of_periods_are_the_worst_of_the_committed_run() -> None:
     for period, loss in PERIOD_LOSSES.items():
         measured = max(rows[f"{workload} dense, every {period} steps: loss"]["ratio"] for workload in WORKLOADS)
         assert loss == pytest.approx(measured, abs=5e-5), period
+
+
+def test_codecs_in_rounds_lose_what_is_expected_of_them_or_less() -> None:
+    rows = _rows("periods.json")
+    found = [re.fullmatch(r"(?:gpt|digits)\w* (qsgd:\S*) over sra, every (\d+) steps: loss", name) for name in rows]
+    cases = {(match[1], int(match[2])) for match in found if match is not None}
+    assert len(cases) >= 6
+    for codec, period in cases:
+        measured = max(rows[f"{w} {codec} over sra, every {period} steps: loss"]["ratio"] for w in WORKLOADS)
+        # Seeds differ by more.
+        assert measured <= loss_of(CodecSpec.parse(codec), period) + 2e-3, (codec, period, measured)
 
 
 def test_levels_allow_what_was_measured_within_their_limit() -> None:
