@@ -1,4 +1,4 @@
-"""Private torch names, each with its use here, checked with torch 2.13. No other module may use them.
+"""Private torch names, each with its use here, of the versions in docs/versions.md. No other module may use them.
 
 tests/engine/test_backend.py, test_attach_checks.py and test_fsdp.py test them with the pinned torch.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,8 +83,12 @@ def is_nccl_group(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def max_reduce_scatter_inputs(group: FSDPParamGroup) -> int:
-    """Return how many inputs of reduce-scatters FSDP2 keeps at once. Torch before 2.13 keeps one."""
-    return int(getattr(group.comm_ctx, "reduce_scatter_max_input_buffers", 1))
+    """Return how many inputs of reduce-scatters may be kept at once: as FSDP2 is told, from torch 2.13 on.
+
+    On a GPU at least two, or the thread of backward could not queue a module before the exchange of another ended.
+    """
+    least = 1 if group.device.type == "cpu" else 2
+    return max(least, getattr(group.comm_ctx, "reduce_scatter_max_input_buffers", 1))
 
 
 def as_delivered(group: FSDPParamGroup, op: Any, reduced_T: Tensor) -> Tensor:
@@ -235,10 +238,15 @@ def number_collectives(backend: Any) -> None:
     backend._set_sequence_number_for_group()
 
 
-def nccl_backend(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
-    """Return NCCL for a group that is created without torch's registry. It connects in its first collective."""
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+def nccl_backend(store: dist.Store, rank: int, world_size: int, group_options: Any) -> Any:
+    """Return NCCL for a group that is created without torch's registry. It connects in its first collective.
+
+    group_options  torch's `_DistributedBackendOptions` of the group
+    """
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options._timeout = group_options.timeout
+    options.global_ranks_in_group = group_options.global_ranks_in_group
+    options.group_name = group_options.group_id
     return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from cgx_ray.plan import NONE
 from cgx_ray.torch_compat import nccl_backend, number_collectives, set_backends
 
 logger = logging.getLogger(__name__)
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
@@ -61,18 +65,22 @@ def _agree(store: dist.Store, rank: int, world_size: int) -> BackendOptions:
 
 
 def _gpus_are_apart(store: dist.Store, rank: int, world_size: int) -> bool:
-    """Return True, on all ranks, if each has a GPU of its own and NCCL."""
+    """Return True, on all ranks, if each has a GPU of its own, not a slice of one, and NCCL."""
     place = ""
     if torch.cuda.is_available() and dist.is_nccl_available():
-        # Torch's stub lacks it.
-        properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
-        place = str(properties.uuid)
+        # A process that was forked after CUDA was used gets a RuntimeError, and may train on the CPU all the same.
+        with suppress(RuntimeError):
+            # Torch's stub lacks the addresses.
+            properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+            bus = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+            place = f"{_BOOT_ID.read_text().strip()} {bus}"
     store.set(f"gpu{rank}", place)
     places = [store.get(f"gpu{peer}").decode() for peer in range(world_size)]
     if all(places) and len(set(places)) < world_size and rank == 0:
-        logger.info(
+        logger.log(
+            logging.WARNING if torch.cuda.device_count() > 1 else logging.INFO,
             "backend cgx: ranks share a GPU, so Gloo sums by the host what is not compressed; if each rank has its "
-            "own, call torch.cuda.set_device before init_process_group"
+            "own, call torch.cuda.set_device before init_process_group",
         )
     return all(places) and len(set(places)) == world_size
 
@@ -110,7 +118,7 @@ class CgxProcessGroup(dist.ProcessGroup):
         number_collectives(gloo)
         nccl = None
         if _gpus_are_apart(store, rank, world_size):
-            nccl = nccl_backend(dist.PrefixStore("cgx_ray_nccl", store), rank, world_size, options.timeout)
+            nccl = nccl_backend(dist.PrefixStore("cgx_ray_nccl", store), rank, world_size, options)
             number_collectives(nccl)
         # Any, since torch's stub lacks some collectives.
         self._plain: Any = dist.ProcessGroup(store, rank, world_size)

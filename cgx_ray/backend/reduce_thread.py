@@ -77,7 +77,6 @@ class ReduceThread:
         tensor_N = work.tensor.detach().view(-1)
         if tensor_N.device not in self._buffers:
             streams_of(tensor_N.device).enter()
-            build_kernels([option.codec for option in work.parts], tensor_N.device)
             self._buffers[tensor_N.device] = tensor_N.new_empty(0, dtype=torch.float32)
         self._wait_for(work.computed)
         for index, (option, runs) in enumerate(work.parts.items()):
@@ -122,6 +121,7 @@ class ReduceThread:
         key = option, average_N.numel(), average_N.device
         exchange = self._exchanges.pop(key, None)
         if exchange is None:
+            build_kernels([option.codec], average_N.device)
             codec = make_codec(option.codec, world_size=self._group.size(), device=average_N.device)
             exchange = make_exchange(codec, option.scheme, average_N.numel(), 4, transport)
         self._exchanges[key] = exchange

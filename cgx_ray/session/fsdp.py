@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -24,6 +25,8 @@ from cgx_ray.session.agree import GatheredGroup, agree, connect
 from cgx_ray.session.attachment import process
 from cgx_ray.session.settings import Settings, of_variable
 from cgx_ray.torch_compat import FSDPParamGroup, is_nccl_group
+
+logger = logging.getLogger(__name__)
 
 PARAMETER_CODECS = tuple(name for name, record in BUILT_IN.items() if record.for_parameters)
 
@@ -49,19 +52,20 @@ def make_engine(
     codec, parameter_codec = _check(plan, settings, parameters)
     loss_scale = LossScale(dict(model.named_parameters()), scaler)
     param_groups = fsdp_layout.param_groups(model)
-    units = fsdp_layout.make_units(model, param_groups, codec, parameter_codec)
-    build_kernels([codec] if parameter_codec is None else [codec, parameter_codec], units[0].device)
-    layers = [layer for unit in units for layer in unit.layers]
-    plan = agree(layers, plan_of(units, dist.get_world_size()).to_json(), world.gather, str(parameters))
     shard_ranks, replica_ranks = fsdp_layout.ranks_of_mesh(next(iter(param_groups.values())))
     shards = _connect(shard_ranks, world, settings, lifeline, groups)
     replicas = _connect(replica_ranks, world, settings, lifeline, groups) if len(replica_ranks) > 1 else None
-    sums_inside = replicas is not None and nodes_sum(next(iter(param_groups.values())), shards)
-    if sums_inside and parameter_codec is not None:
-        raise ConfigError(
-            "the ranks that share the parameters are on one node, where NCCL gathers them; leave `parameters` out"
-        )
     try:
+        sums_inside = _sums_inside(next(iter(param_groups.values())), shards, replicas, world)
+        if sums_inside and parameter_codec is not None:
+            raise ConfigError(
+                "the ranks that share the parameters are on one node, where NCCL gathers them; leave `parameters` out"
+            )
+        own_row = shards.rank if sums_inside else None
+        units = fsdp_layout.make_units(model, param_groups, codec, parameter_codec, own_row)
+        build_kernels([codec] if parameter_codec is None else [codec, parameter_codec], units[0].device)
+        layers = [layer for unit in units for layer in unit.layers]
+        plan = agree(layers, plan_of(units, dist.get_world_size()).to_json(), world.gather, str(parameters))
         engine = ShardedEngine(
             units,
             plan,
@@ -84,8 +88,17 @@ def make_engine(
         raise
 
 
+def _sums_inside(group: FSDPParamGroup, shards: Transport, replicas: Transport | None, world: GatheredGroup) -> bool:
+    """Return True, on all ranks, if FSDP2 may reduce-scatter by itself: only replicas then need messages."""
+    is_inside: bool = all(world.gather(replicas is not None and nodes_sum(group, shards)))
+    if replicas is not None and group.device.type == "cuda" and dist.get_rank() == 0:
+        how = "by NCCL inside nodes" if is_inside else "in messages, as not all of them are on one node, with NCCL"
+        logger.info("gradients of the ranks that share the parameters are reduced %s", how)
+    return is_inside
+
+
 def nodes_sum(group: FSDPParamGroup, shards: Transport) -> bool:
-    """Return True if NCCL reduce-scatters gradients inside nodes: then only replicas, on other nodes, need messages."""
+    """Return True if the ranks that share the parameters are on one node, and NCCL reduce-scatters between them."""
     return len(set(shards.nodes)) == 1 and is_nccl_group(group._reduce_scatter_process_group, group.device)
 
 

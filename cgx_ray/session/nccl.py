@@ -138,7 +138,9 @@ def _problem(places: Sequence[_Gpu]) -> str | None:
     found, needed = (".".join(map(str, one)) for one in (version, SHARES_GPUS))
     if version[:2] < SHARES_GPUS and (ranks := _together([place.bus for place in places])):
         return f"ranks {ranks} are on one GPU, which needs NCCL {needed}, and this is {found}"
-    alone = [None if place.shares else f"{place.bus} {place.uuid}" for place in places]
+    # As it is told on all ranks of the GPU.
+    deaf = {f"{place.bus} {place.uuid}" for place in places if not place.shares}
+    alone = [where if (where := f"{place.bus} {place.uuid}") in deaf else None for place in places]
     if ranks := _together(alone):
         return f"ranks {ranks} are on one GPU, which NCCL takes with {SHARING}=1 only"
     return None

@@ -88,7 +88,7 @@ def load_state(file: Path) -> dict[str, Any]:
             is_larger = sum(part.file_size for part in parts.infolist()) > num_bytes
             damaged = "its parts are larger than it is" if is_larger else parts.testzip()
         if damaged is None:
-            state: dict[str, Any] = torch.load(file, weights_only=True)
+            state: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
             if _tensor_bytes(state) <= num_bytes:
                 return state
             damaged = "its tensors are larger than it is"

@@ -20,6 +20,7 @@ from support.sharded import (
     largest_difference,
     make_mesh,
     shard,
+    sum_inside,
     train,
     weights_of,
 )
@@ -31,7 +32,6 @@ import cgx_ray
 from cgx_ray.codecs.wire import HEADER_BYTES
 from cgx_ray.engine.sharded.shards import ShardedLayer
 from cgx_ray.plan import CodecSpec, Layer
-from cgx_ray.session import fsdp as session
 
 
 class _Integers(nn.Module):
@@ -48,17 +48,12 @@ class _Integers(nn.Module):
         return torch.stack([(w * n).sum() for w, n in zip(self.layers, self.noise, strict=True)]).sum() * x_1
 
 
-def _sum_inside() -> None:
-    """Let FSDP2 itself reduce-scatter, as NCCL does inside nodes."""
-    session.nodes_sum = lambda group, shards: True
-
-
 def _reduced(
     rank: int, codec: str, num_replicas: int, dim: int, *, sums_inside: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return by layer this rank's gradients, and the averages that the ranks hold together."""
     if sums_inside:
-        _sum_inside()
+        sum_inside()
     generator = torch.Generator().manual_seed(rank)
     model = _Integers(lambda shape: torch.randint(-64, 65, shape, generator=generator).float())
     fully_shard(model, mesh=make_mesh(num_replicas), shard_placement_fn=_second_if_even if dim else None)
@@ -148,7 +143,7 @@ def _beside_plain(rank: int, variant: str, num_replicas: int, parameters: str | 
     """Return the largest difference of weights from those of plain FSDP2."""
     mesh, (options, plain_options) = make_mesh(num_replicas), VARIANTS[variant]
     if sums_inside:
-        _sum_inside()
+        sum_inside()
     ours, plain = shard(Branches(), mesh, **options), shard(Branches(), mesh, **plain_options)
     attachment = cgx_ray.attach(ours, codec="none", parameters=parameters)
     if hasattr(ours, "set_reduce_scatter_max_input_buffers"):  # since torch 2.13
@@ -252,7 +247,7 @@ def _sent_and_owed(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Train on a constant gradient. Return the sum of applied averages, this rank's residual, and its gradient."""
     if sums_inside:
-        _sum_inside()
+        sum_inside()
     layer = nn.Linear(100, 30, bias=False)
     model = fully_shard(layer, mesh=make_mesh(num_replicas))
     attachment = cgx_ray.attach(model, codec=codec)

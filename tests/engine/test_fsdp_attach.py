@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from support.branches import Branches, batch
 from support.ranks import run_ranks
-from support.sharded import BITS8, largest_difference, make_mesh, shard, train
+from support.sharded import BITS8, largest_difference, make_mesh, shard, sum_inside, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,7 +21,9 @@ from torch.distributed.fsdp import fully_shard
 import cgx_ray
 
 
-def _resume(rank: int, interrupt: bool) -> dict[str, torch.Tensor]:
+def _resume(rank: int, interrupt: bool, sums_inside: bool) -> dict[str, torch.Tensor]:
+    if sums_inside:
+        sum_inside()
     mesh = make_mesh(2)
 
     def start() -> tuple[nn.Module, cgx_ray.Attachment]:
@@ -42,9 +44,52 @@ def _resume(rank: int, interrupt: bool) -> dict[str, torch.Tensor]:
     return weights
 
 
-def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit() -> None:
-    uninterrupted, resumed = run_ranks(4, _resume, False)[0], run_ranks(4, _resume, True)[0]
+@pytest.mark.parametrize("sums_inside", [False, True])
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(sums_inside: bool) -> None:
+    uninterrupted, resumed = (run_ranks(4, _resume, interrupt, sums_inside)[0] for interrupt in (False, True))
     assert largest_difference(uninterrupted, resumed) == 0.0
+
+
+def _owed(rank: int, sums_inside: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean of what three ranks of another run owe, and what this rank owes after it has loaded that."""
+    if sums_inside:
+        sum_inside()
+    model = fully_shard(nn.Linear(100, 30, bias=False), mesh=make_mesh(2))
+    attachment = cgx_ray.attach(model, codec="onebit")
+    random = torch.Generator().manual_seed(0)
+    others = [{"weight": torch.randn(3000, generator=random)} for _ in range(3)]
+    own = attachment.state_dict()
+    states = [{**own, "rank": one, "world_size": 3, "residuals": owed} for one, owed in enumerate(others)]
+    attachment.load_state_dict(states)
+    found = attachment.state_dict()["residuals"]["weight"]
+    attachment.close()
+    return torch.stack([owed["weight"] for owed in others]).mean(0), found
+
+
+@pytest.mark.parametrize("sums_inside", [False, True])
+def test_what_another_number_of_ranks_owed_is_owed_after_loading_it(sums_inside: bool) -> None:
+    results = run_ranks(4, _owed, sums_inside)
+    torch.testing.assert_close(torch.stack([found for _, found in results]).mean(0), results[0][0])
+
+
+def _errors_inside(rank: int) -> list[str]:
+    """Return what backward raises where a layer has no gradient, and then in every pass."""
+    sum_inside()
+    model = fully_shard(Branches(), mesh=make_mesh(2))
+    attachment = cgx_ray.attach(model, codec="qsgd")
+    said = []
+    for _ in range(3):
+        with pytest.raises(cgx_ray.CGXError) as caught:
+            model(batch(rank, 0), use_right=False).sum().backward()
+        said.append(str(caught.value))
+    attachment.close()
+    return said
+
+
+def test_errors_between_replicas_end_every_backward() -> None:
+    for said in run_ranks(4, _errors_inside):
+        assert "set_reduce_scatter_unused_params(True)" in said[0]
+        assert said[1:] == said[:1] * 2
 
 
 def _train_until_killed(rank: int, folder: Path) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from cgx_ray.session import fsdp as session
 from support.branches import batch
 
 BITS8 = "qsgd:bits=8,rounding=nearest"
@@ -22,6 +23,11 @@ def make_mesh(num_replicas: int = 1, device: str = "cpu") -> DeviceMesh:
         return init_device_mesh(device, (num_ranks,))
     shape = (num_replicas, num_ranks // num_replicas)
     return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def sum_inside() -> None:
+    """Let FSDP2 itself reduce-scatter, as NCCL does inside nodes."""
+    session.nodes_sum = lambda group, shards: True
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:

@@ -17,7 +17,7 @@ from cgx_ray.collectives.transport.greeting import Greetings, partners
 from cgx_ray.collectives.transport.lifeline import WORDS_S, Lifeline
 from cgx_ray.collectives.transport.simulated_link import LinkDelay, SimulatedLink
 from cgx_ray.collectives.transport.training_sums import TrainingSums
-from cgx_ray.collectives.transport.transport_like import Handle, Held, VendorCall, ring_bytes
+from cgx_ray.collectives.transport.transport_like import Handle, Held, VendorCall, binomial_children, ring_bytes
 from cgx_ray.collectives.transport.vendor_group import VendorGroup
 from cgx_ray.errors import CGXError, PeerTimeoutError, TransportError
 from cgx_ray.runtime_ext import shm
@@ -181,10 +181,15 @@ class Transport:
             raise self._broken(name, error, began_s) from error
 
     def _wait_for_mark(self, mark: Mark, waited_s: float) -> None:
-        what = "work of the device"
-        if waited_s >= self.timeout_s and not mark.is_done:
-            raise self._broken(what, RuntimeError("it is not done in time"), time.perf_counter() - waited_s)
-        mark.wait()
+        what, began_s = "work of the device", time.perf_counter() - waited_s
+        while not mark.is_done and not self.has_given_up:
+            left_s = min(began_s + self.timeout_s, self._end_s) - time.perf_counter()
+            if left_s <= 0:
+                raise self._broken(what, RuntimeError("it is not done in time"), began_s)
+            if self._mesh is None:
+                time.sleep(1e-3)
+            else:
+                self.wait_any([mark], left_s)
         # Aborted sums of NCCL end too, without a result.
         if self.has_given_up:
             raise self._broken(what, RuntimeError("the connections are closed"))
@@ -288,7 +293,7 @@ class Transport:
         """See `TransportLike.broadcast`; by the vendor's tree."""
         hops = math.log2(self.world_size)
         self._card_bytes += message.numel() * sum(
-            map(self._is_away, _binomial_children(self.rank, root, self.world_size))
+            map(self._is_away, binomial_children(self.rank, root, self.world_size))
         )
         yield self._later(hops, hops * message.numel(), partial(self._start_broadcast, message, root))
 
@@ -437,13 +442,6 @@ class Transport:
             f"rank {self.rank}, step {self.step}, group {self.group_index}: {what} did not get through ({error}); "
             f"{hint}"
         )
-
-
-def _binomial_children(rank: int, root: int, world_size: int) -> list[int]:
-    """Return the ranks that `rank` passes a broadcast of `root` on to, in order, in a binomial tree as Gloo's."""
-    place = (rank - root) % world_size
-    reaches = (1 << level for level in range(world_size.bit_length()))
-    return [(rank + reach) % world_size for reach in reaches if place < reach and place + reach < world_size]
 
 
 def _total_bytes(messages: Mapping[int, Parts]) -> int:

@@ -88,6 +88,13 @@ def ring_bytes(num_bytes: int, world_size: int) -> int:
     return 2 * (world_size - 1) * num_bytes // world_size
 
 
+def binomial_children(rank: int, root: int, world_size: int) -> list[int]:
+    """Return the ranks that `rank` passes a broadcast of `root` on to, in order, in a binomial tree as Gloo's."""
+    place = (rank - root) % world_size
+    reaches = (1 << level for level in range(world_size.bit_length()))
+    return [(rank + reach) % world_size for reach in reaches if place < reach and place + reach < world_size]
+
+
 def send_and_receive(
     transport: TransportLike, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
 ) -> Iterator[Handle]:

@@ -1,7 +1,7 @@
 """FSDP2's hooks: a `ShardedEngine` reduces gradients and gathers parameters in place of `fully_shard`.
 
-Torch calls the hooks on the training thread, in program order, the same on all ranks. On the CPU, torch treats an
-operation as finished when its hook returns, except where a comment here says otherwise.
+Torch calls the hooks on the training thread, in program order, the same on all ranks. It treats an operation as
+finished when its hook returns (on a GPU: for whatever it queues behind it), except where a comment says otherwise.
 
 R ranks that share the parameters, T elements of a module's shard
 """
@@ -50,12 +50,12 @@ class PendingCalls:
         while len(self._reading) >= max_buffers:
             self.engine.wait(self._reading.popleft())
 
-    def begin(self, future: Future[None], group: FSDPParamGroup, op: Any) -> None:
-        """Wait for `future`, which reduces gradients of `group`, when backward ends, or at once if FSDP2 reads them."""
+    def begin(self, future: Future[None], *, is_read_at_once: bool) -> None:
+        """Wait for `future`, which reduces gradients, when backward ends, or at once if FSDP2 reads them."""
         # Autograd calls `_finish` at the end of backward, after FSDP2's own callback, which may reduce as well.
         call_after_backward(self._finish)
         self._begun.append(future)
-        if _is_read_at_once(group, op):
+        if is_read_at_once:
             self.engine.wait(future)
 
     def begin_reading(self, future: Future[None]) -> None:
@@ -66,7 +66,7 @@ class PendingCalls:
         """Raise `error` when backward ends."""
         failed: Future[None] = Future()
         failed.set_exception(error)
-        self._begun.append(failed)
+        self.begin(failed, is_read_at_once=False)
 
     def _finish(self) -> None:
         if not self._begun:
@@ -78,14 +78,17 @@ class PendingCalls:
         self.engine.wait(self.engine.end_step())
 
 
+def _is_added_at_once(group: FSDPParamGroup) -> bool:
+    """Return True if FSDP2 adds gradients of several passes between their reduce-scatter and the all-reduce."""
+    return not group.all_reduce_grads or group._partial_reduce_output is not None
+
+
 def _is_read_at_once(group: FSDPParamGroup, op: Any) -> bool:
-    """Return True if FSDP2 reads a reduced gradient before backward ends (`foreach_reduce` in torch)."""
+    """Return True if FSDP2 reads a gradient that is reduced over all ranks before backward ends (`foreach_reduce`)."""
     return (
         op != dist.ReduceOp.AVG  # divides it
         or group._orig_dtype != torch.float32  # converts it
         or group._all_reduce_hook is not None
-        or not group.all_reduce_grads  # keeps it to add the next one
-        or group._partial_reduce_output is not None
         or any(
             parameter.offload_to_cpu
             or parameter.sharded_param.grad is not None  # adds it
@@ -144,7 +147,8 @@ class _CompressedReduceScatter(ReduceScatter):
             delivered=None if self._has_replicas else partial(as_delivered, self._group, op),
         )
         self._calls.begin_reading(future)
-        self._calls.begin(future, self._group, op)
+        is_read_at_once = _is_added_at_once(self._group) or _is_read_at_once(self._group, op)
+        self._calls.begin(future, is_read_at_once=is_read_at_once)
 
 
 class _ReduceScatterInside(ReduceScatter):
@@ -212,10 +216,10 @@ class _ReplicaGroup(dist.ProcessGroup):
                 scales=self._calls.loss_scale.now() if engine.sums_inside else (),
                 delivered=partial(as_delivered, self._group, op),
             )
-            self._calls.begin(future, self._group, op)
-        except CGXError as error:
+            self._calls.begin(future, is_read_at_once=_is_read_at_once(self._group, op))
+        except Exception as error:  # noqa: BLE001 - raised when backward ends
             # Torch would log the error, look up the name of this group, and fail because it is not registered.
-            self._calls.raise_later(error)
+            self._calls.raise_later(error if isinstance(error, CGXError) else CGXError(repr(error)))
         # `begin` has already waited if torch reads the result now. In all other cases it is too early to wait.
         return _PendingWork(None)
 

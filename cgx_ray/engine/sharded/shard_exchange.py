@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.codec import RESIDUALS, Memory
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases, Transport
@@ -15,6 +16,7 @@ from cgx_ray.collectives.sharded import Rows, all_gather, reduce_scatter
 from cgx_ray.collectives.sra import Sra
 from cgx_ray.engine.sharded.shards import Part, Unit
 from cgx_ray.errors import CGXError
+from cgx_ray.plan import NONE, CodecSpec
 from cgx_ray.runtime_ext.streams import Mark
 
 
@@ -46,6 +48,8 @@ class ShardExchange:
         # Per part that replicas average: the exchange, and a buffer for what it drops. The buffer is never added to a
         # later exchange: the residuals of the part are.
         self._averaging: dict[int, tuple[Sra, Memory | None]] = {}
+        # Whether the reduce-scatter of a unit averages; where FSDP2 makes it, as the all-reduce does.
+        self._averages: dict[str, bool] = {}
 
     @property
     def transports(self) -> list[Transport]:
@@ -53,9 +57,15 @@ class ShardExchange:
         return [self._shards] if self._replicas is None else [self._shards, self._replicas]
 
     def wait_for(self, mark: Mark) -> None:
-        """Wait until the device has come to `mark`. Raises TransportError if the connections were closed meanwhile."""
+        """Wait until the device has come to `mark`. Raises TransportError as `Transport.finish` does."""
         if not mark.is_done:
             self._shards.finish(mark)
+
+    def summed_row(self, part: Part, rows_RS: Tensor) -> Tensor:
+        """Return the sum over the ranks that share the parameters of this rank's row, (S,) on the host."""
+        rows = Rows(codec=make_codec(NONE), rows_RS=rows_RS, stamp=self._stamp(part, 2, NONE))
+        reduce_scatter([rows], self._shards, self._seed, self._start(self._shards))
+        return rows_RS[self._shards.rank]
 
     def next_step(self) -> None:
         """Begin the next step with no times and no bytes."""
@@ -75,6 +85,7 @@ class ShardExchange:
     def reduce_scatter(self, unit: Unit, rows_RT: Tensor, out_T: Tensor, *, is_average: bool) -> Phases:
         """Fill `out_T` with the sum or average of this rank's row over ranks; see `ShardedEngine.reduce_scatter`."""
         rank, num_ranks = self._shards.rank, self._shards.world_size
+        self._averages[unit.name] = is_average
         _check_width(rows_RT, unit.gradient_width)
         phases = self._start(self._shards)
         moved = []
@@ -100,9 +111,10 @@ class ShardExchange:
         assert self._replicas is not None
         phases = self._start(self._replicas)
         shard_1T = shard_T.view(1, -1)
+        _check_width(shard_1T, unit.gradient_width)
         for part in unit.gradients:
             # Averaging divides by R, so an error e in the average is an error R * e in this rank's gradient.
-            owed = part.num_ranks if is_average else 1
+            owed = part.num_ranks if self._averages.get(unit.name, is_average) else 1
             sra, memory = self._averaging_of(part)
             values_1S = part.room(shard_1T)
             part.gather(shard_1T, values_1S)
@@ -114,8 +126,7 @@ class ShardExchange:
             self.sent_bytes += sra.sent_bytes
             if memory is not None:
                 assert part.memory is not None
-                own_S = part.memory.next_N.view(part.num_ranks, -1)[self._shards.rank]
-                torch.mul(memory.next_N, owed, out=own_S)
+                torch.mul(memory.next_N, owed, out=part.row(part.memory.next_N, self._shards.rank))
                 part.zero_padding_residual()
             if not is_average:
                 values_1S.mul_(self._replicas.world_size)
@@ -140,22 +151,17 @@ class ShardExchange:
     def _add_residual(self, part: Part, own_S: Tensor, share: float = 1.0) -> None:
         """Add a share of what this rank owes of its own shard to it, and owe nothing of it in the next step so far."""
         assert part.memory is not None
-        now_S, next_S = (
-            kinds[RESIDUALS].view(part.num_ranks, -1)[self._shards.rank]
-            for kinds in (part.memory.now, part.memory.next)
-        )
-        own_S.add_(now_S, alpha=share)
-        next_S.zero_()
+        own_S.add_(part.row(part.memory.now[RESIDUALS], self._shards.rank), alpha=share)
+        part.row(part.memory.next_N, self._shards.rank).zero_()
 
     def _start(self, transport: Transport) -> Phases:
         transport.step = self.step
         self.phases.append(Phases())
         return self.phases[-1]
 
-    def _stamp(self, part: Part, phase: int) -> Stamp:
-        return Stamp(
-            plan_version=self.plan_version, step=self.step, group=part.index, codec=part.codec.spec.name, phase=phase
-        )
+    def _stamp(self, part: Part, phase: int, codec: CodecSpec | None = None) -> Stamp:
+        name = (codec or part.codec.spec).name
+        return Stamp(plan_version=self.plan_version, step=self.step, group=part.index, codec=name, phase=phase)
 
     def _averaging_of(self, part: Part) -> tuple[Sra, Memory | None]:
         if part.index not in self._averaging:
@@ -169,6 +175,7 @@ def _check_width(rows_RT: Tensor, width: int) -> None:
     if rows_RT.shape[1] != width or not rows_RT.is_floating_point():
         raise CGXError(
             f"FSDP2 passes shards of {rows_RT.shape[1]} elements of {rows_RT.dtype}, but all layers of the module "
-            f"together have {width}; call set_reduce_scatter_unused_params(True) if some layers get no gradient, "
-            "freeze layers before attach, and use one dtype per module"
+            f"together have {width}; if some layers get no gradient, let the loss use them, or call "
+            "set_reduce_scatter_unused_params(True), from torch 2.13 on; freeze layers before attach, and use one "
+            "dtype per module"
         )

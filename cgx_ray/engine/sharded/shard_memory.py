@@ -10,7 +10,7 @@ from torch import Tensor
 from cgx_ray.codecs.codec import KINDS, RESIDUALS, is_finite
 from cgx_ray.collectives import Transport
 from cgx_ray.engine.loss_scale import Scales, one_scale
-from cgx_ray.engine.sharded.shards import Unit
+from cgx_ray.engine.sharded.shards import Part, Unit
 from cgx_ray.engine.unused import StepResult, begin_marked_by_all
 from cgx_ray.errors import StateError
 
@@ -102,12 +102,17 @@ class ShardMemory:
                         "state"
                     )
 
-    def load(self, residuals: Mapping[str, Tensor], loss_scale: float) -> None:
-        """Settle the last step, then replace all residuals by `residuals`, by layer, whose scale is `loss_scale`."""
+    def load(
+        self, residuals: Mapping[str, Tensor], loss_scale: float, summed: Callable[[Part, Tensor], Tensor]
+    ) -> None:
+        """Settle the last step, then replace all residuals by `residuals`, by layer, whose scale is `loss_scale`.
+
+        summed  as of `Part.set_residuals`
+        """
         self.settle()
         self._rescale(loss_scale)
         for part in self._parts:
-            part.set_residuals(residuals)
+            part.set_residuals(residuals, summed)
 
 
 def _names(units: Sequence[Unit]) -> frozenset[str]:

@@ -64,7 +64,7 @@ class ShardedEngine:
         self._streams = streams_of(units[0].device)
         self.telemetry = Telemetry(rank)
         self._rank = rank
-        self._has_replicas = replicas is not None
+        self._has_replicas, self._num_shards = replicas is not None, shards.world_size
         self._exchange = ShardExchange(shards, replicas, plan.version, seed, sums_inside=sums_inside)
         self._memory = ShardMemory(units, shards, judged_together)
         self._failure: CGXError | None = None
@@ -202,10 +202,11 @@ class ShardedEngine:
                     result = call()
                     self._exchange.wait_for(self._streams.mark())
                     future.set_result(result)
+                    del result
             except BaseException as error:  # noqa: BLE001 - raised again in the training thread, through the future
                 future.set_exception(self._fail(module, error))
             # It leads to the model, which must not stay while the thread waits for the next call.
-            del call, computed
+            del call, computed, future
 
     def _reduce_scatter(
         self,
@@ -249,7 +250,8 @@ class ShardedEngine:
         self._memory.end_step(self._ran)
         now = time.perf_counter()
         with self.telemetry.optional("times and bytes", self.step):
-            dense_bytes = sum(unit.dense_bytes for unit in self._ran)
+            # Replicas send their own shards only.
+            dense_bytes = sum(unit.dense_bytes for unit in self._ran) // (self._num_shards if self.sums_inside else 1)
             between_s = self._pauses.add_step(self._first_s - self._last_end_s, now - self._first_s)
             step_s = now - self._last_end_s - between_s
             sample = sample_of_shards(self._exchange, self._rank, dense_bytes, step_s, waited_s)
@@ -262,7 +264,7 @@ class ShardedEngine:
         return {"step": self.step, **self._memory.state()}
 
     def _load(self, step: int, residuals: Mapping[str, Tensor], loss_scale: float) -> None:
-        self._memory.load(residuals, loss_scale)
+        self._memory.load(residuals, loss_scale, self._exchange.summed_row)
         self._exchange.step = step
 
     def _fail(self, module: str, error: BaseException) -> CGXError:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,12 +72,14 @@ class Part:
         *,
         feeds_back: bool,
         device: torch.device = HOST,
+        own_row: int | None = None,
     ) -> None:
         """
         index       distinguishes the messages of parts
         offsets     first element of each layer in the module's shard
         feeds_back  keep residuals, if the codec needs them
         device      of the rows
+        own_row     of the only rank whose residuals are kept; None: those of all ranks, whose shards are all encoded
         """
         self.index = index
         self.codec = make_codec(spec, device=device)
@@ -89,8 +91,8 @@ class Part:
         self._columns = [
             (there, here, layer.width) for there, here, layer in zip(offsets, starts, layers, strict=False)
         ]
-        # One row per rank, since the shards of all ranks are encoded: this rank's own only if replicas exchange it.
-        self.memory = self.codec.new_memory(num_ranks * self.width, device) if feeds_back else None
+        self._kept_rows = range(num_ranks) if own_row is None else range(own_row, own_row + 1)
+        self.memory = self.codec.new_memory(len(self._kept_rows) * self.width, device) if feeds_back else None
 
     def room(self, rows_RT: Tensor) -> Tensor:
         """Return memory for `gather`, (R, S) float32: `rows_RT` itself if it has no other columns, else new memory."""
@@ -112,14 +114,18 @@ class Part:
         for there, here, width in self._columns:
             rows_RT[:, there : there + width] = rows_RS[:, here : here + width]
 
+    def row(self, memory_N: Tensor, rank: int) -> Tensor:
+        """Return the row of `rank` in one of the memory's buffers."""
+        return memory_N.view(len(self._kept_rows), self.width)[self._kept_rows.index(rank)]
+
     def zero_padding_residual(self) -> None:
         """Set the residuals of the padding to zero, since no rank reads it."""
         if self.memory is None:
             return
-        next_RS = self.memory.next_N.view(self.num_ranks, self.width)
         for layer, (_, here, width) in zip(self.layers, self._columns, strict=True):
             for rank, first in layer.padding(self.num_ranks):
-                next_RS[rank, here + first : here + width] = 0
+                if rank in self._kept_rows:
+                    self.row(self.memory.next_N, rank)[here + first : here + width] = 0
 
     def keep(self, names: Container[str]) -> None:
         """Copy the present residuals of these layers, so that they are unchanged after the next commit."""
@@ -129,26 +135,36 @@ class Part:
         for layer, (_, here, width) in zip(self.layers, self._columns, strict=True):
             if layer.layer.name in names:
                 columns = slice(here, here + width)
-                after.view(self.num_ranks, -1)[:, columns] = now.view(self.num_ranks, -1)[:, columns]
+                after.view(-1, self.width)[:, columns] = now.view(-1, self.width)[:, columns]
 
     def residuals(self) -> dict[str, Tensor]:
-        """Return copies of the residuals by layer, laid out like whole gradients, so they fit any number of ranks."""
+        """Return the residuals by layer, on the host, laid out like whole gradients: they fit any number of ranks."""
         if self.memory is None:
             return {}
-        rows_RS = self.memory.now[RESIDUALS].view(self.num_ranks, self.width)
+        kept = self.memory.now[RESIDUALS].view(-1, self.width).cpu()
+        rows_RS = kept
+        if len(self._kept_rows) < self.num_ranks:
+            rows_RS = kept.new_zeros(self.num_ranks, self.width)
+            rows_RS[self._kept_rows.start] = kept[0]
         return {
             layer.layer.name: layer.whole(rows_RS[:, here : here + width])
             for layer, (_, here, width) in zip(self.layers, self._columns, strict=True)
         }
 
-    def set_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        """Set the residuals: the inverse of `residuals()`. Missing layers get zeros."""
+    def set_residuals(self, residuals: Mapping[str, Tensor], summed: Callable[[Part, Tensor], Tensor]) -> None:
+        """Set the residuals: the inverse of `residuals()`. Missing layers get zeros.
+
+        summed  returns the sum of this rank's row over the ranks that share the parameters, which have loaded others'
+                residuals of it
+        """
         if self.memory is None:
             return
-        rows_RS = self.memory.now[RESIDUALS].view(self.num_ranks, self.width).zero_()
+        rows_RS = torch.zeros(self.num_ranks, self.width, dtype=torch.float32, device=HOST)
         for layer, (_, here, width) in zip(self.layers, self._columns, strict=True):
             if layer.layer.name in residuals:
-                layer.cut(residuals[layer.layer.name], rows_RS[:, here : here + width])
+                layer.cut(residuals[layer.layer.name].to(HOST), rows_RS[:, here : here + width])
+        kept = rows_RS if len(self._kept_rows) == self.num_ranks else summed(self, rows_RS)
+        self.memory.now[RESIDUALS].copy_(kept.view(-1))
 
 
 class Unit:
@@ -168,17 +184,18 @@ class Unit:
         codec: CodecSpec,
         parameter_codec: CodecSpec | None,
         device: torch.device = HOST,
+        own_row: int | None = None,
     ) -> None:
-        """`device`: where FSDP2 computes, and this rank encodes."""
+        """`device`: where FSDP2 computes, and this rank encodes. `own_row`: as of a `Part`, for gradients."""
         self.device = device
         self.name = name
         self.layers = [layer.layer for layer in layers if layer.is_trained]
         trained = [layer for layer in layers if layer.is_trained]
-        self.gradients = _split(4 * index, trained, codec, num_ranks, device, feeds_back=True)
+        self.gradients = _split(4 * index, trained, codec, num_ranks, device, own_row, feeds_back=True)
         self.parameters = []
         if parameter_codec is not None:
             # Encoding does not change the shards themselves, so errors do not add up and need no residuals.
-            self.parameters = _split(4 * index + 2, layers, parameter_codec, num_ranks, device, feeds_back=False)
+            self.parameters = _split(4 * index + 2, layers, parameter_codec, num_ranks, device, None, feeds_back=False)
         self.widths = [layer.width for layer in trained]
         self.gradient_width = sum(self.widths)
         self.parameter_width = sum(layer.width for layer in layers)
@@ -191,6 +208,7 @@ def _split(
     codec: CodecSpec,
     num_ranks: int,
     device: torch.device,
+    own_row: int | None,
     *,
     feeds_back: bool,
 ) -> list[Part]:
@@ -201,10 +219,18 @@ def _split(
         chosen = [n for n, layer in enumerate(layers) if (layer.layer.is_small and codec != NONE) is is_small]
         if chosen:
             own_layers, own_offsets = [layers[n] for n in chosen], [offsets[n] for n in chosen]
-            found = Part(
-                index + is_small, spec, own_layers, own_offsets, num_ranks, feeds_back=feeds_back, device=device
+            parts.append(
+                Part(
+                    index + is_small,
+                    spec,
+                    own_layers,
+                    own_offsets,
+                    num_ranks,
+                    feeds_back=feeds_back,
+                    device=device,
+                    own_row=own_row,
+                )
             )
-            parts.append(found)
     return parts
 
 
