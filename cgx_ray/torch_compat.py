@@ -109,7 +109,16 @@ def as_delivered(group: FSDPParamGroup, op: Any, reduced_T: Tensor) -> Tensor:
             group.force_sum_reduction_for_comms,
         )
         reduced_T = reduced_T / (factors[1] or 1)
-    return reduced_T.to(group._orig_dtype)
+    return reduced_T.to(delivered_dtype(group))
+
+
+def delivered_dtype(group: FSDPParamGroup) -> torch.dtype | None:
+    """Return the dtype of the gradients that FSDP2 delivers. From torch 2.15 on each parameter has its own."""
+    if hasattr(group, "_orig_dtype"):
+        return group._orig_dtype
+    parameters: list[Any] = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
+    dtypes = {parameter.sharded_grad_dtype for parameter in parameters}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
 def bucket_parameters(model: DistributedDataParallel) -> list[list[Tensor]]:

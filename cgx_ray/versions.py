@@ -8,7 +8,7 @@ import warnings
 from cgx_ray.errors import ConfigError
 
 OLDEST = {"torch": "2.11", "ray": "2.54"}
-NEWEST = {"torch": "2.13", "ray": "2.60"}
+NEWEST = {"torch": "2.15", "ray": "2.60"}
 _INSTALL = {"torch": "torch", "ray": "ray[default,train]"}
 
 

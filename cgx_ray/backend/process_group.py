@@ -185,23 +185,6 @@ class CgxProcessGroup(dist.ProcessGroup):
             and tensor.is_contiguous()
         )
 
-    # Torch's C++ side of a Python subclass, PyProcessGroup, looks these methods up in Python. It runs those that it
-    # does not find with the interpreter lock held, and waits with it for the mutex of Gloo's queue. Gloo's threads free
-    # finished works under that mutex and need the lock to free tensors that Python has a reference to: a deadlock.
-    all_gather_single_coalesced = _passed_through("all_gather_single_coalesced")
-    all_to_all_single = _passed_through("all_to_all_single")
-    allgather = _passed_through("allgather")
-    allgather_into_tensor_coalesced = _passed_through("allgather_into_tensor_coalesced")
-    allreduce_coalesced = _passed_through("allreduce_coalesced")
-    alltoall_base = _passed_through("alltoall_base")
-    barrier = _passed_through("barrier")
-    broadcast = _passed_through("broadcast")
-    recv = _passed_through("recv")
-    reduce_scatter = _passed_through("reduce_scatter")
-    reduce_scatter_single_coalesced = _passed_through("reduce_scatter_single_coalesced")
-    reduce_scatter_tensor_coalesced = _passed_through("reduce_scatter_tensor_coalesced")
-    send = _passed_through("send")
-
     def shutdown(self) -> None:
         """Finish all submitted works, then hang up."""
         if self._thread is not None:
@@ -213,3 +196,35 @@ class CgxProcessGroup(dist.ProcessGroup):
         if self._thread is not None:
             self._thread.abort()
         self._plain.abort()
+
+
+# Torch's C++ side of a Python subclass, PyProcessGroup, looks methods up in Python. It runs those that it does not find
+# with the interpreter lock held, and waits with it for the mutex of Gloo's queue. Gloo's threads free finished works
+# under that mutex and need the lock to free tensors that Python has a reference to: a deadlock. Versions of torch
+# differ in the methods that they have and look up.
+_PASSED_THROUGH = (
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_into_tensor_coalesced",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "send",
+)
+for _name in _PASSED_THROUGH:
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(CgxProcessGroup, _name, _passed_through(_name))
+# The name in C++.
+CgxProcessGroup.recvAnysource = _passed_through("recv_anysource")  # type: ignore[attr-defined]

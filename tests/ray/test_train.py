@@ -384,7 +384,7 @@ def test_top_attaches_to_a_run_from_another_process_and_ends_with_it(adaptive: A
     once = adaptive.once
     assert once is not None
     assert once.returncode == 0, once.stdout + once.stderr
-    assert re.search(r"^run: step \d+ .* s/step \(compute ", once.stdout, re.MULTILINE), once.stdout
+    assert re.search(r"^run: step \d+ .*s per step \(compute ", once.stdout, re.MULTILINE), once.stdout
     status = adaptive.whole.wait(timeout=120)
     said = adaptive.said.read_text()
     assert status == 0, said

@@ -32,6 +32,7 @@ from cgx_ray.torch_compat import (
     ReduceScatter,
     as_delivered,
     call_after_backward,
+    delivered_dtype,
     max_reduce_scatter_inputs,
 )
 
@@ -87,7 +88,7 @@ def _is_read_at_once(group: FSDPParamGroup, op: Any) -> bool:
     """Return True if FSDP2 reads a gradient that is reduced over all ranks before backward ends (`foreach_reduce`)."""
     return (
         op != dist.ReduceOp.AVG  # divides it
-        or group._orig_dtype != torch.float32  # converts it
+        or delivered_dtype(group) != torch.float32  # converts it
         or group._all_reduce_hook is not None
         or any(
             parameter.offload_to_cpu
