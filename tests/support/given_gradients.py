@@ -23,6 +23,19 @@ class Given(nn.Module):
         return torch.stack([(weight * given).sum() for weight, given in pairs if given is not None]).sum()
 
 
+class GivenParts(nn.Module):
+    """Layers whose gradients are the parts of the input, bit for bit."""
+
+    def __init__(self, numels: Sequence[int]) -> None:
+        super().__init__()
+        self.numels = list(numels)
+        self.parts = nn.ModuleList(nn.Linear(numel, 1, bias=False) for numel in numels)
+
+    def forward(self, x_1N: torch.Tensor) -> torch.Tensor:
+        values = [part(x_1M) for part, x_1M in zip(self.parts, x_1N.split(self.numels, 1), strict=True)]
+        return torch.stack(values).sum()
+
+
 def errors_at_end(
     attachment: Attachment, model: Given, true: Sequence[torch.Tensor], loss_scale: float | None = None
 ) -> list[float]:

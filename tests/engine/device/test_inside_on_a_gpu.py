@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.device.traced_device import DEVICE
+from support.given_gradients import GivenParts
 from support.ranks import run_ranks
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
@@ -26,18 +27,6 @@ from cgx_ray.session import ddp as session
 NODES = (0, 0, 1, 1)
 NUMELS = (6000, 2500)
 STEPS = 4
-
-
-class GivenParts(nn.Module):
-    """Layers whose gradients are the parts of the input, bit for bit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(numel, 1, bias=False) for numel in NUMELS)
-
-    def forward(self, x_1N: Tensor) -> Tensor:
-        values = [part(x_1M) for part, x_1M in zip(self.parts, x_1N.split(NUMELS, 1), strict=True)]
-        return torch.stack(values).sum()
 
 
 def _sum_rows(inside: VendorGroup, rows_LC: Tensor) -> None:
@@ -74,7 +63,7 @@ def _train(rank: int, device: str, dtype: torch.dtype, codec: str, scheme: str, 
     tcp.host_key = lambda: f"node {NODES[rank]}"
     if inside:
         _use_device(device)
-    model = DistributedDataParallel(GivenParts().to(device, dtype))
+    model = DistributedDataParallel(GivenParts(NUMELS).to(device, dtype))
     attachment = cgx_ray.attach(model, codec=codec, scheme=scheme, intra="dense")
     averages: list[Tensor] = []
     for step in range(STEPS):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from support.branches import Branches, batch, weights_hash
 from support.failing_ranks import die, said_by_survivors
+from support.given_gradients import GivenParts
 from support.ranks import GROUP_TIMEOUT_S, run_ranks
 from support.sharded import largest_difference, make_mesh, shard, weights_of
 from torch import Tensor, nn
@@ -70,18 +71,6 @@ def _run(world_size: int, train: Callable[..., Any], tmp_path: Path, *arguments:
     return run_ranks(world_size, train, world_size, str(folder), *arguments, backend=None)
 
 
-class GivenParts(nn.Module):
-    """Layers whose gradients are the parts of the input, bit for bit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(numel, 1, bias=False) for numel in NUMELS)
-
-    def forward(self, x_1N: Tensor) -> Tensor:
-        values = [part(x_1M) for part, x_1M in zip(self.parts, x_1N.split(NUMELS, 1), strict=True)]
-        return torch.stack(values).sum()
-
-
 def _gradients(step: int, rank: int) -> Tensor:
     return torch.randn(1, sum(NUMELS), generator=torch.Generator().manual_seed(10 * step + rank))
 
@@ -99,7 +88,7 @@ def _averages(model: DistributedDataParallel, rank: int, device: torch.device) -
 def _dense_and_coded(rank: int, world_size: int, folder: str, codecs: dict[str, str]) -> Any:
     """Return the averages, and whether the engine sums by NCCL."""
     device = _join(rank, world_size, folder)
-    model = DistributedDataParallel(GivenParts().to(device))
+    model = DistributedDataParallel(GivenParts(NUMELS).to(device))
     plan = cgx_ray.make_plan(
         cgx_ray.layers_of(model), version=0, world_size=world_size, group_bytes=1, overrides=codecs, codec="none"
     )
@@ -132,7 +121,7 @@ def _nodes(rank: int, world_size: int, folder: str, codec: str, scheme: str, *, 
     else:
         store = dist.FileStore(f"{folder}/store", world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    model = DistributedDataParallel(GivenParts().to(device))
+    model = DistributedDataParallel(GivenParts(NUMELS).to(device))
     attachment = cgx_ray.attach(model, codec=codec, scheme=scheme, intra="dense")
     assert attachment._engine is not None
     assert (attachment._engine._transport.inside is not None) is by_nccl
@@ -213,7 +202,7 @@ def _until_one_is_killed(rank: int, folder: Path, codec: str, scheme: str) -> No
     dist.destroy_process_group()
     (folder / "nccl").mkdir(exist_ok=True)
     device = _join(rank, 2, str(folder / "nccl"))
-    model = DistributedDataParallel(GivenParts().to(device))
+    model = DistributedDataParallel(GivenParts(NUMELS).to(device))
     attachment = cgx_ray.attach(model, codec=codec, scheme=scheme)
     try:
         for step in range(10_000):
