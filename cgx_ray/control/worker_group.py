@@ -41,6 +41,7 @@ from cgx_ray.plan import MAX_PERIOD, STEPS_TOGETHER, Option, Plan, spoken
 from cgx_ray.planner.bits import bits_of
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.prediction import Measured, groups_of
+from cgx_ray.units import format_seconds
 
 
 class WorkerGroupState:
@@ -253,13 +254,13 @@ class WorkerGroupState:
         ratio = outcome.step_s / self._predicted_s
         self._prediction_error = ratio - 1
         if not 1 / NOISE < ratio < NOISE:
-            text = f"a step took {outcome.step_s:.3f} s, predicted {self._predicted_s:.3f} s"
+            text = f"a step took {format_seconds(outcome.step_s)}, predicted {format_seconds(self._predicted_s)}"
             self._news = Cause("prediction", text)
 
     def _learn_and_compare(self, now_s: float) -> None:
         self.learn(now_s)
         if (step_s := self.steps.beaten_s(self.known(), now_s)) is not None:
-            self._news = Cause("prediction", f"a step took {step_s:.3f} s, longer than with a plan before")
+            self._news = Cause("prediction", f"a step took {format_seconds(step_s)}, longer than with a plan before")
 
     def slowdown(self) -> Evidence | None:
         """Return the logarithm of the plan's measured seconds per progress over dense; None before FEW steps.

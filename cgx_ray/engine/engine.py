@@ -38,7 +38,7 @@ from cgx_ray.runtime_ext.streams import streams_of
 if TYPE_CHECKING:
     from cgx_ray.engine.period.rounds import Rounds
 
-CLOSED = "the engine is closed; attach again to train on"
+CLOSED = "the engine is closed; to train on, build the DistributedDataParallel again and attach that"
 
 logger = logging.getLogger(__name__)
 

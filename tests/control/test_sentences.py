@@ -117,8 +117,16 @@ def test_a_verdict_on_a_network_without_dense_steps_says_that_it_is_predicted() 
     line = progress(0, 100, 0.5, 2.0, is_dense_measured=False)
     run = totals(started(QSGD, "static"), line)
     assert run.verdict() == (
-        "2x faster than predicted for dense (on average 500 ms instead of 1 s per step); "
+        "500 ms per step on average; dense was not measured, and is predicted to take 1 s on this network; "
         f"{QSGD} from the first step on; expected loss 1.003 of dense"
+    )
+
+
+def test_a_verdict_over_predicted_dense_steps_names_those_that_ran_elsewhere() -> None:
+    rest = progress(1, 90, 0.5, 6.0, is_dense_measured=False)
+    run = totals(started(), progress(0, 10, 0.4, 1.0), decided("dense", QSGD), rest)
+    assert run.verdict().startswith(
+        "490 ms per step on average; dense took 400 ms where it ran, and is predicted to take "
     )
 
 

@@ -28,7 +28,8 @@ def as_own(error: Exception) -> CGXError:
     if own is None:
         if isinstance(error, CGXError):
             return error
-        own = CGXError(f"rank {dist.get_rank()} cannot attach: {error!r}")
+        # That of a file names it only so.
+        own = CGXError(f"rank {dist.get_rank()} cannot attach: {error if isinstance(error, OSError) else repr(error)}")
     own.__cause__ = error
     return own
 

@@ -90,7 +90,7 @@ class RunTotals:
               decision, or never
     num_all   steps
     steps_s   seconds of those that are known beside dense ones; `as_dense_s` those of dense steps in their place,
-              `in_dense_s` of steps that were dense
+              `in_dense_s` of steps that were dense, of which there are `num_in_dense`
     measured_s
               seconds of others, on networks where dense was measured
     """
@@ -101,6 +101,7 @@ class RunTotals:
     steps_s: float = 0.0
     as_dense_s: float = 0.0
     in_dense_s: float = 0.0
+    num_in_dense: int = 0
     measured_s: float = 0.0
     compute_s: float = 0.0
     all_s: float = 0.0
@@ -142,6 +143,7 @@ class RunTotals:
         self.as_dense_s += speed_up * seconds
         if plan is not None and plan.is_dense:
             self.in_dense_s += seconds
+            self.num_in_dense += num_steps
         elif entry.get("is_dense_measured"):
             self.measured_s += seconds
 
@@ -175,11 +177,17 @@ class RunTotals:
             return self._dense_verdict()
         step_s, dense_s = known
         ratio, (took, dense_took) = dense_s / step_s, map(format_seconds, known)
+        if beside is None and self.is_predicted:
+            # A prediction may be far off: no ratio is made of it.
+            ran = "was not measured"
+            if self.num_in_dense:
+                ran = f"took {format_seconds(self.in_dense_s / self.num_in_dense)} where it ran"
+            said = f"{took} per step on average; {DENSE} {ran}, and is predicted to take {dense_took} on this network"
+            return "; ".join([said, *self._about_plan()])
         digits = ".2f" if ratio < 1.1 else ".2g" if ratio < 9.95 else ".0f"
-        other = f"predicted for {DENSE}" if beside is None and self.is_predicted else DENSE
-        said = f"{ratio:{digits}}x faster than {other}"
+        said = f"{ratio:{digits}}x faster than {DENSE}"
         if ratio < MAX_SLOWDOWN:
-            said = f"{1 / ratio:.2f}x slower than {other}" if ratio < 1 / MAX_SLOWDOWN else f"as fast as {other}"
+            said = f"{1 / ratio:.2f}x slower than {DENSE}" if ratio < 1 / MAX_SLOWDOWN else f"as fast as {DENSE}"
         return "; ".join([f"{said} (on average {took} instead of {dense_took} per step)", *self._about_plan()])
 
     def _about_plan(self) -> list[str]:
