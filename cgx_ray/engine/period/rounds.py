@@ -7,6 +7,7 @@ doubles the bytes, and half the period costs the same loss with as many (docs/lo
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -29,6 +30,8 @@ from cgx_ray.engine.weight_check import WeightCheck
 from cgx_ray.errors import CGXError, ConfigError, StateError
 from cgx_ray.plan import STEPS_TOGETHER
 from cgx_ray.torch_compat import allows_uneven_inputs
+
+logger = logging.getLogger(__name__)
 
 # State of one whose gradients are exchanged, and have not told rho yet.
 NO_ROUND: Mapping[str, Any] = {"rho": None, "num_replicas": 1, "moments_rho": 1.0, "anchor": {}, "folds": []}
@@ -108,7 +111,13 @@ class Rounds:
             self._average()
 
     def close(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks. Warns of steps after the last round, which the other ranks have not got."""
+        if self._folds and self._anchor and not self._is_closed:
+            logger.warning(
+                "closed in a round, whose %d steps the other ranks have not got, so their parameters differ: call "
+                "attachment.end_round() on all ranks before",
+                len(self._folds),
+            )
         self._is_closed = True
         self._leave()
         self._engine.sums.close()

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.branches import Branches, batch
-from support.ranks import run_cases, run_ranks
+from support.ranks import log_lines, run_cases, run_ranks
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -234,6 +234,26 @@ def _scaled(rank: int, skips: dict[int, int], scale: float | None) -> tuple[list
     return training.flat(), scales
 
 
+def _closed(rank: int, ends_round: bool) -> list[str]:
+    lines = log_lines()
+    training = _Training(rank, period=PERIOD)
+    optimizer = torch.optim.SGD(training.model.parameters(), lr=0.05)
+    for number in range(STEPS_TOGETHER + PERIOD + 1):
+        optimizer.zero_grad()
+        training.model(batch(rank, number)).square().mean().backward()
+        optimizer.step()
+    if ends_round:
+        training.attachment.end_round()
+    training.attachment.close()
+    return [line for line in lines if "end_round" in line]
+
+
+def test_closing_in_a_round_is_a_warning_with_the_remedy() -> None:
+    for (line,) in run_ranks(2, _closed, False):
+        assert line.startswith("closed in a round, whose 1 steps the other ranks have not got")
+    assert run_ranks(2, _closed, True) == [[], []]
+
+
 def test_with_a_grad_scaler_all_ranks_skip_a_step_that_one_must_skip() -> None:
     skips = {STEPS_TOGETHER + 1: 0, STEPS_TOGETHER + 6: 1}
     (first, scales), (second, others) = run_ranks(2, _scaled, skips, 2.0**12)
@@ -368,4 +388,4 @@ def _closed_within_a_round(rank: int) -> str:
 
 def test_a_closed_model_trains_no_further_within_a_round() -> None:
     for said in run_ranks(2, _closed_within_a_round):
-        assert "attach again" in said
+        assert "attach that" in said
