@@ -28,9 +28,11 @@ def start_line(
         policy = f"policy {type(settings.policy).__name__.lower()}{f' ({fidelity})' if fidelity else ''} begins "
     num_layers = format_count(sum(len(group.layers) for group in plan.groups), "layer")
     written = f"journal: {journal}" if journal is not None else f"no journal{': give folder=' if takes_folder else ''}"
+    gathered = engine.parameter_codec if isinstance(engine, ShardedEngine) else None
+    beside = f", parameters {gathered.describe()}" if gathered is not None else ""
     return (
         f"gradients of {num_layers}{size} go through cgx_ray on {plan.world_size} ranks; "
-        f"{policy}{plan.describe()}; {written}"
+        f"{policy}{plan.describe()}{beside}; {written}"
     )
 
 
@@ -42,9 +44,16 @@ def end_line(engine: Engine | ShardedEngine, *, takes_folder: bool) -> str:
         share = totals.compute_s / totals.all_s
         said += f", {format_seconds(totals.all_s / totals.num_steps)} each, {share:.0%} of it compute"
         # What a ring of ranks sends.
-        dense_bytes = 2 * (plan.world_size - 1) / plan.world_size * totals.dense_bytes
-        sent, dense = (f"{each / totals.num_steps / 1e6:.3g} MB" for each in (totals.wire_bytes, dense_bytes))
-        said += f"; a rank sent {sent} per step{f', dense sends {dense}' if plan.describe() != DENSE else ''}"
+        dense_share = 2 * (plan.world_size - 1) / plan.world_size
+        gathers = False
+        if isinstance(engine, ShardedEngine):
+            dense_share, gathers = engine.dense_share, engine.parameter_codec is not None
+        wire, dense = (
+            f"{each / totals.num_steps / 1e6:.3g} MB" for each in (totals.wire_bytes, dense_share * totals.dense_bytes)
+        )
+        compares = plan.describe() != DENSE and not gathers
+        said += f"; a rank sent {wire}{' with the parameters' if gathers else ''} per step"
+        said += f", dense sends {dense}" if compares else ""
         if share >= MOSTLY:
             said += "; compute bounds your steps, compression hardly pays here"
     return f"{said}{'; attach(folder=) compares with dense, and writes a journal' if takes_folder else ''}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.branches import Branches, batch
-from support.ranks import run_ranks
+from support.ranks import log_lines, run_ranks
 from support.sharded import BITS8, largest_difference, make_mesh, shard, sum_inside, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -48,6 +49,33 @@ def _resume(rank: int, interrupt: bool, sums_inside: bool) -> dict[str, torch.Te
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(sums_inside: bool) -> None:
     uninterrupted, resumed = (run_ranks(4, _resume, interrupt, sums_inside)[0] for interrupt in (False, True))
     assert largest_difference(uninterrupted, resumed) == 0.0
+
+
+def _lines(rank: int, parameters: str | None, num_replicas: int) -> list[str]:
+    lines = log_lines()
+    logging.getLogger("cgx_ray").setLevel(logging.INFO)
+    model = fully_shard(nn.Linear(1000, 100, bias=False), mesh=make_mesh(num_replicas))
+    attachment = cgx_ray.attach(model, codec="qsgd:bits=4", parameters=parameters)
+    model(torch.ones(1, 1000)).sum().backward()
+    attachment.close()
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_replicas", "parameters", "begins", "ends"),
+    [
+        # 400 KB of gradients: 1/2 by the reduce-scatter; and 1/2 between two replicas of 200 KB.
+        (2, 1, None, "; qsgd 4-bit over sra; ", " MB per step, dense sends 0.2 MB"),
+        (4, 2, None, "; qsgd 4-bit over sra; ", " MB per step, dense sends 0.4 MB"),
+        (2, 1, BITS8, "; qsgd 4-bit over sra, parameters qsgd 8-bit", " MB with the parameters per step"),
+    ],
+)
+def test_lines_say_what_is_sent(
+    num_ranks: int, num_replicas: int, parameters: str | None, begins: str, ends: str
+) -> None:
+    first, *_, last = run_ranks(num_ranks, _lines, parameters, num_replicas)[0]
+    assert begins in first
+    assert last.endswith(ends) or f"{ends};" in last, last
 
 
 def _owed(rank: int, sums_inside: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,7 +27,7 @@ from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.engine.thread import CLOSE_S, WorkThread, follow_num_threads, noting_more, overdue_at_close
 from cgx_ray.errors import CGXError, ConfigError, PlanError
 from cgx_ray.monitors.sample import StepSample
-from cgx_ray.plan import Plan
+from cgx_ray.plan import NONE, Plan
 from cgx_ray.runtime_ext.streams import Mark, streams_of
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,10 @@ class ShardedEngine:
         self.telemetry = Telemetry(rank)
         self._rank = rank
         self._has_replicas, self._num_shards = replicas is not None, shards.world_size
+        self._num_replicas = replicas.world_size if replicas is not None else 1
+        # Small layers go as they are.
+        codecs = [part.codec.spec for unit in units for part in unit.parameters]
+        self.parameter_codec = next((codec for codec in codecs if codec != NONE), NONE if codecs else None)
         self._exchange = ShardExchange(shards, replicas, plan.version, seed, sums_inside=sums_inside)
         self._memory = ShardMemory(units, shards, judged_together)
         self._failure: CGXError | None = None
@@ -137,6 +141,14 @@ class ShardedEngine:
     def hold(self, plan: Plan) -> None:
         """Raise PlanError: a sharded model keeps its first plan."""
         raise PlanError("the plan of an FSDP2 model cannot change; attach with another codec in the next run")
+
+    @property
+    def dense_share(self) -> float:
+        """Bytes that a rank would send of a step's gradients, uncompressed, over the samples' `dense_bytes`."""
+        of_shard = 2 * (self._num_replicas - 1) / self._num_replicas
+        if self.sums_inside:
+            return of_shard
+        return (self._num_shards - 1) / self._num_shards + of_shard / self._num_shards
 
     @property
     def sums_inside(self) -> bool:
