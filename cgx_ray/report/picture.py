@@ -142,7 +142,7 @@ def _draw_loss(axes: Axes, records: Sequence[RunRecord]) -> None:
         title="Loss over time",
     )
     axes.margins(x=0.1)
-    axes.legend(frameon=False)
+    axes.legend(loc="upper right", frameon=False)  # to look for the best place can take seconds
     clean(axes)
 
 

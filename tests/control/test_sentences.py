@@ -122,6 +122,15 @@ def test_a_verdict_on_a_network_without_dense_steps_says_that_it_is_predicted() 
     )
 
 
+def test_a_plan_that_no_reported_step_had_is_named_as_decided() -> None:
+    late = f"{QSGD} decided at step 12, which no reported step had yet"
+    run = totals(started(), progress(0, 13, 1.8, 1.0), decided("dense", QSGD))
+    assert run.verdict() == f"dense 100 % of the time: {late}"
+    assert f"; dense from the first step on; {late}" in run.verdict(beside=(0.5, 2.0))
+    run.add_line(progress(1, 5, 0.5, 4.0))
+    assert "decided" not in run.verdict()
+
+
 def test_a_verdict_over_predicted_dense_steps_names_those_that_ran_elsewhere() -> None:
     rest = progress(1, 90, 0.5, 6.0, is_dense_measured=False)
     run = totals(started(), progress(0, 10, 0.4, 1.0), decided("dense", QSGD), rest)

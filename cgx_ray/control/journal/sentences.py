@@ -106,6 +106,8 @@ class RunTotals:
     compute_s: float = 0.0
     all_s: float = 0.0
     is_static: bool = False
+    # Version, plan and step of a decision whose plan no step is known to have had.
+    _decided: tuple[int, str, int] | None = None
     _plans: dict[int, _InForce] = field(default_factory=dict)
 
     def add_line(self, entry: Mapping[str, Any]) -> None:
@@ -120,7 +122,10 @@ class RunTotals:
                 self.plan = entry["plan"]["plan"]
         elif entry["event"] == "decision":
             self._take_plan(entry["old"])
-            self._take_plan(entry["new"], is_trial=entry.get("made_by") in ("codec_trial", "dense_trial"))
+            is_trial = entry.get("made_by") in ("codec_trial", "dense_trial")
+            self._take_plan(entry["new"], is_trial=is_trial)
+            if entry["kind"] != "keep" and not is_trial:
+                self._decided = entry["new"].get("version", 0), entry["new"]["plan"], entry["step"]
         elif entry["event"] == "progress" and entry["num_steps"] and entry["step_s"] > 0:
             self._add_progress(entry)
 
@@ -132,6 +137,8 @@ class RunTotals:
     def _add_progress(self, entry: Mapping[str, Any]) -> None:
         num_steps, speed_up = entry["num_steps"], entry.get("speed_up")
         seconds, plan = num_steps * entry["step_s"], plan_under(entry["version"], self._plans)
+        if self._decided is not None and entry["version"] >= self._decided[0]:
+            self._decided = None
         if plan is not None and not plan.is_trial and plan.plan != self.plan:
             self.plan, self.since = plan.plan, entry["step"] - num_steps + 1
         self.num_all += num_steps
@@ -192,11 +199,20 @@ class RunTotals:
 
     def _about_plan(self) -> list[str]:
         since = f"since step {self.since}" if self.since else "from the first step on"
+        since += f"; {late}" if (late := self._decided_late) else ""
         loss = self.expected_loss
         if self.plan == DENSE or not any(one.has_loss for one in self._plans.values()):
             return [f"{self.plan} {since}"]
         cost = f"expected loss {loss:.3f} of {DENSE}" if loss is not None else "its cost in loss was not measured"
         return [f"{self.plan} {since}", cost]
+
+    @property
+    def _decided_late(self) -> str:
+        """A plan that was decided so late that no step is known to have had it, in words; empty if there is none."""
+        if self._decided is None or self._decided[1] == self.plan:
+            return ""
+        _, plan, step = self._decided
+        return f"{plan} decided at step {step}, which no reported step had yet"
 
     @property
     def _compute_share(self) -> float:
@@ -207,6 +223,8 @@ class RunTotals:
         why = "no other plan promised enough on this network"
         if compute >= MOSTLY:
             why = "compute bounds your steps, compression would not pay here"
+        elif late := self._decided_late:
+            why = late
         elif self.is_static:
             why = f"as policy static keeps it; {1 - compute:.0%} of a step is not compute, so policy adaptive may help"
         return f"{DENSE} {100 * self.in_dense_s / self.steps_s:.0f} % of the time: {why}"
