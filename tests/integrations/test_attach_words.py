@@ -27,7 +27,5 @@ def test_one_process_is_told_what_more_would_need(caplog: pytest.LogCaptureFixtu
     caplog.set_level(logging.INFO, NAME)
     cgx_ray.attach(nn.Linear(1, 1))
     (line,) = [one.getMessage() for one in caplog.records if one.name.startswith(NAME)]
-    assert line.startswith(
-        "one process: no gradients to exchange, nothing is compressed; with more, attach needs a Dist"
-    )
+    assert "one process: no gradients to exchange, nothing is compressed; with more, attach needs a Dist" in line
     assert line.endswith("this is a Linear")

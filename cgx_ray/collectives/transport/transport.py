@@ -187,6 +187,7 @@ class Transport:
             if left_s <= 0:
                 raise self._broken(what, RuntimeError("it is not done in time"), began_s)
             if self._mesh is None:
+                self.watch(mark)
                 time.sleep(1e-3)
             else:
                 self.wait_any([mark], left_s)
