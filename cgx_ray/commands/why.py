@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import click
@@ -116,11 +118,16 @@ def why(
 
 def _run(command: Sequence[str], folder: Path, *, stop: bool, grace_s: float) -> int:
     """Run the training, with the terminal as it is. Return its status, 0 if it was ended after the last step."""
+    # Ctrl-C while it starts would leave it running, out of sight.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    unblock = partial(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
     try:
-        child = subprocess.Popen(command, env={**os.environ, VARIABLE: str(folder)})
+        child = subprocess.Popen(command, env={**os.environ, VARIABLE: str(folder)}, preexec_fn=unblock)  # noqa: PLW1509
     except OSError as error:
+        unblock()
         raise ConfigError(f"{command[0]} cannot be started: {error.strerror}; give one as in a shell") from error
     try:
+        unblock()
         is_over = False
         while not is_over and child.poll() is None:
             time.sleep(_LOOK_S)

@@ -7,15 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 from support.why.made_records import training
 
 from cgx_ray.cli import main
+from cgx_ray.commands import why as command
 from cgx_ray.why.records import GATHERED_FILE, RankRecord, rank_file, to_json
 
 SCRIPT = Path(__file__).parents[1] / "support" / "why" / "script.py"
@@ -97,6 +100,25 @@ def test_ctrl_c_ends_the_script_and_reports_what_was_seen(tmp_path: Path) -> Non
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Nothing to mend there" in said
+
+
+def test_ctrl_c_while_the_script_starts_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*arguments, **options))
+        # Not to the process: other threads of the tests' would take it.
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        return started[0]
+
+    popen, handler = subprocess.Popen, signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(subprocess, "Popen", start)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            command._run(["sleep", "60"], tmp_path, stop=False, grace_s=1.0)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert started[0].returncode is not None
 
 
 def test_what_a_script_has_written_is_reported_as_text_page_picture_and_json(tmp_path: Path) -> None:
