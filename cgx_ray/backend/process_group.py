@@ -6,7 +6,6 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,13 +16,12 @@ from cgx_ray.backend.backend_options import BackendOptions, current_options
 from cgx_ray.backend.buckets import parts_of
 from cgx_ray.backend.reduce_thread import ReduceThread
 from cgx_ray.backend.work import CompressedWork, ExactPart
+from cgx_ray.collectives.transport.vendor_group import gpu_address
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import NONE
 from cgx_ray.torch_compat import nccl_backend, number_collectives, set_backends
 
 logger = logging.getLogger(__name__)
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
@@ -70,10 +68,7 @@ def _gpus_are_apart(store: dist.Store, rank: int, world_size: int) -> bool:
     if torch.cuda.is_available() and dist.is_nccl_available():
         # A process that was forked after CUDA was used gets a RuntimeError, and may train on the CPU all the same.
         with suppress(RuntimeError):
-            # Torch's stub lacks the addresses.
-            properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
-            bus = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
-            place = f"{_BOOT_ID.read_text().strip()} {bus}"
+            place = gpu_address(torch.cuda.current_device())
     store.set(f"gpu{rank}", place)
     places = [store.get(f"gpu{peer}").decode() for peer in range(world_size)]
     if all(places) and len(set(places)) < world_size and rank == 0:

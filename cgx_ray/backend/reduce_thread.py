@@ -15,10 +15,11 @@ from cgx_ray.codecs import build_kernels, make_codec
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Exchange, Phases, Transport, make_exchange
 from cgx_ray.collectives.transport.tcp import connect_mesh_by_store
+from cgx_ray.collectives.transport.transport_like import wait_for
 from cgx_ray.engine.thread import WorkThread
 from cgx_ray.errors import CGXError
 from cgx_ray.plan import Option
-from cgx_ray.runtime_ext.streams import Mark, streams_of
+from cgx_ray.runtime_ext.streams import streams_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class ReduceThread:
                     # Inference mode allows writing to tensors that were made in it.
                     with torch.inference_mode():
                         self._reduce(work, step)
-                        self._wait_for(streams_of(work.tensor.device).mark())
+                        wait_for(streams_of(work.tensor.device).mark(), self._connected())
                 except BaseException as error:  # noqa: BLE001 - raised again where the work is waited for
                     self._fail(error, step)
             # Outside of inference mode: it runs the callbacks of the work's future, which may need gradients.
@@ -78,7 +79,7 @@ class ReduceThread:
         if tensor_N.device not in self._buffers:
             streams_of(tensor_N.device).enter()
             self._buffers[tensor_N.device] = tensor_N.new_empty(0, dtype=torch.float32)
-        self._wait_for(work.computed)
+        wait_for(work.computed, self._connected())
         for index, (option, runs) in enumerate(work.parts.items()):
             parts = [tensor_N[start:stop] for start, stop in runs]
             # A float32 tensor that is compressed as a whole is averaged in place.
@@ -110,10 +111,6 @@ class ReduceThread:
             # Not in the constructor: the group has its ranks only when torch has registered it.
             self._transport = Transport(self._group, mesh=self._mesh, timeout_s=self._timeout_s)
         return self._transport
-
-    def _wait_for(self, mark: Mark) -> None:
-        if not mark.is_done:
-            self._connected().finish(mark)
 
     def _exchange(self, option: Option, average_N: Tensor, stamp: Stamp) -> None:
         transport = self._connected()

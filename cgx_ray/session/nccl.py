@@ -8,7 +8,6 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cgx_ray.collectives.transport.gathered import Gatherer
 from cgx_ray.collectives.transport.tcp import connect_s
 from cgx_ray.collectives.transport.transport_like import ranks_of_nodes
+from cgx_ray.collectives.transport.vendor_group import gpu_address
 from cgx_ray.errors import ConfigError
 from cgx_ray.runtime_ext.streams import streams_of
 from cgx_ray.torch_compat import is_registered, skip_group_names
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 # From this version on NCCL takes ranks on MIG slices of one GPU, and with the variable also ranks on the same one.
 SHARES_GPUS = (2, 30)
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _INSTEAD = (
     "a plan that is dense as a whole uses DDP's own all-reduce, dense groups of other plans go uncompressed over sra"
 )
@@ -108,13 +107,12 @@ def inside_group(
 
 
 def _place_of(model: DistributedDataParallel, device: torch.device) -> _Gpu:
-    # Torch's stub lacks the addresses.
-    properties: Any = torch.cuda.get_device_properties(device)
-    address = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
-    bus = f"{_BOOT_ID.read_text().strip()} {':'.join(map(str, address))}"
+    bus = gpu_address(device)
     if not dist.is_nccl_available():
         return _Gpu(bus, problem="this torch was built without it")
     shares = os.environ.get(SHARING) == "1"
+    # Torch's stub lacks it.
+    properties: Any = torch.cuda.get_device_properties(device)
     return _Gpu(bus, torch.cuda.nccl.version(), _conflict_of(model), str(properties.uuid), shares)
 
 

@@ -102,6 +102,12 @@ def send_and_receive(
     yield transport.start(sends, receives)
 
 
+def wait_for(mark: Mark, transport: TransportLike) -> None:
+    """Wait until the device has come to `mark`, unless it has already. Raises TransportError as `finish` does."""
+    if not mark.is_done:
+        transport.finish(mark)
+
+
 def finish_all(handles: Iterable[Handle], transport: TransportLike, resume: Callable[[], None]) -> None:
     """Wait for each of `handles` before taking the next one. Calls `resume` after each."""
     for handle in handles:

@@ -6,6 +6,8 @@ L ranks of the node, C elements of the longest part
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,16 @@ from torch import Tensor
 
 from cgx_ray.runtime_ext.streams import Mark, Streams
 from cgx_ray.torch_compat import collective
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def gpu_address(device: torch.device | int) -> str:
+    """Return the machine and the PCI bus of a GPU, the same in every container, also for all slices of one (MIG)."""
+    # Torch's stub lacks the addresses.
+    properties: Any = torch.cuda.get_device_properties(device)
+    address = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
+    return f"{_BOOT_ID.read_text().strip()} {':'.join(map(str, address))}"
 
 
 class VendorGroup:

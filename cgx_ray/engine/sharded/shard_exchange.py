@@ -14,6 +14,7 @@ from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Phases, Transport
 from cgx_ray.collectives.sharded import Rows, all_gather, reduce_scatter
 from cgx_ray.collectives.sra import Sra
+from cgx_ray.collectives.transport.transport_like import wait_for
 from cgx_ray.engine.sharded.shards import Part, Unit
 from cgx_ray.errors import CGXError
 from cgx_ray.plan import NONE, CodecSpec
@@ -58,8 +59,7 @@ class ShardExchange:
 
     def wait_for(self, mark: Mark) -> None:
         """Wait until the device has come to `mark`. Raises TransportError as `Transport.finish` does."""
-        if not mark.is_done:
-            self._shards.finish(mark)
+        wait_for(mark, self._shards)
 
     def summed_row(self, part: Part, rows_RS: Tensor) -> Tensor:
         """Return the sum over the ranks that share the parameters of this rank's row, (S,) on the host."""

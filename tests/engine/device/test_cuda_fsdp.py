@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from support.branches import Branches, batch
+from support.given_gradients import Given
 from support.ranks import run_cases
 from support.sharded import BITS8, make_mesh, shard
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import cgx_ray
 
 STEPS = 12
+SHAPES = [(64, 300), (3, 700), (5,), (13, 170), (2, 2)]
 # With residuals of what a step has not sent, and without.
 CODECS = ("none", "qsgd:bits=4", "qsgd:bits=2,rounding=nearest", "ef_signsgd", "bf16")
 
 
-class _Given(nn.Module):
-    """A model whose gradients are `noise`, for any weights. `seen`: the weights of its last forward pass."""
+class _Seen(Given):
+    """`seen` gets the weights of the last forward pass."""
 
-    def __init__(self, seed: int, device: str) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        shapes = [(64, 300), (3, 700), (5,), (13, 170), (2, 2)]
-        self.layers = nn.ParameterList(torch.zeros(shape, device=device) for shape in shapes)
-        self.noise = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
-        self.seen: list[Tensor] = []
+    seen: Sequence[Tensor] = ()
 
-    def forward(self, x_1: Tensor) -> Tensor:
+    def forward(self, gradients: Sequence[Tensor | None]) -> Tensor:
         # FSDP2 frees the memory after the pass.
-        self.seen = [weight.detach().clone().cpu() for weight in self.layers]
-        return torch.stack([(w * n).sum() for w, n in zip(self.layers, self.noise, strict=True)]).sum() * x_1
+        self.seen = [weight.detach().clone().cpu() for weight in self.weights]
+        return super().forward(gradients)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -46,12 +42,14 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _bits(rank: int, device: str, codec: str, num_replicas: int) -> list[Tensor]:
     """Return this rank's shards of the gradients of three steps, and the weights that the last one computed with."""
-    model = _Given(rank, device)
+    model = _Seen(SHAPES).to(device)
+    generator = torch.Generator().manual_seed(rank)
+    gradients = [torch.randn(shape, generator=generator).to(device) for shape in SHAPES]
     fully_shard(model, mesh=make_mesh(num_replicas, device))
     attachment = cgx_ray.attach(model, codec=codec, parameters=BITS8)
     found = []
     for _ in range(3):
-        model(torch.ones(1, device=device)).sum().backward()
+        model(gradients).backward()
         for parameter in model.parameters():
             assert parameter.grad is not None
             found.append(_local(parameter.grad).cpu())

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from cgx_ray.collectives.transport import tcp
+from cgx_ray.collectives.transport import tcp, vendor_group
 from cgx_ray.collectives.transport.gathered import Gatherer
 from cgx_ray.runtime_ext.streams import STREAMS, Streams
 from cgx_ray.session import ddp as session
@@ -53,7 +53,7 @@ class Vendor:
         patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**address, uuid=uuid))
         patch.setattr(torch.cuda.nccl, "version", lambda: machine.version)
         patch.setattr(dist, "is_nccl_available", lambda: machine.is_built)
-        patch.setattr(nccl, "_BOOT_ID", boot)
+        patch.setattr(vendor_group, "_BOOT_ID", boot)
         patch.setitem(STREAMS, GPU, Streams())
         zeros = torch.zeros
         patch.setattr(torch, "ones", lambda size, dtype, device: zeros(size, dtype=dtype) + 1)
