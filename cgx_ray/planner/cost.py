@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from cgx_ray.errors import ConfigError
@@ -121,6 +121,10 @@ class Network:
     def most_ranks(self) -> int:
         """Ranks of the node with the most."""
         return self.node_sizes[-1] if self.node_sizes else self.ranks_per_node
+
+    def num_replicas(self, options: Iterable[Option]) -> int:
+        """Return how many train alone in a round: nodes if one of `options` sums inside them, else ranks."""
+        return self.num_nodes if any(option.intra is not Intra.FLAT for option in options) else self.num_workers
 
     def is_flat(self, intra: Intra) -> bool:
         """Return True if no work is done inside nodes under `intra`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cgx_ray.errors import ConfigError
@@ -125,14 +125,22 @@ def best_round(
 
     All groups are ready at once, when the steps are computed: so it is `best_plan` of a step with that compute.
     """
-    return as_round(best_plan(measured.of_round(period), options, min_gain=min_gain).best.groups, period)
+    found = (
+        as_round(best_plan(of_round, pool, min_gain=min_gain).best.groups, period, pool)
+        for of_round, pool in measured.rounds(period, list(options))
+    )
+    return min(found, key=lambda groups: predict(measured, groups).score)
 
 
-def as_round(groups: Iterable[PlannedGroup], period: int) -> tuple[PlannedGroup, ...]:
-    """Return `groups` with another period. Dense ones go over sra: in 2 hops, where the vendor's ring takes 2(N-1)."""
+def as_round(groups: Iterable[PlannedGroup], period: int, options: Iterable[Option]) -> tuple[PlannedGroup, ...]:
+    """Return `groups` with another period. Dense ones go over sra: in 2 hops, where the vendor's ring takes 2(N-1).
+
+    They sum inside nodes first if all `options`, of which `groups` were chosen, do.
+    """
+    sums_inside = all(option.intra is not Intra.FLAT for option in options)
+    dense = replace(_UNCOMPRESSED, intra=Intra.DENSE) if sums_inside else _UNCOMPRESSED
     return tuple(
-        group._replace(period=period, option=_UNCOMPRESSED if group.option == DENSE else group.option)
-        for group in groups
+        group._replace(period=period, option=dense if group.option == DENSE else group.option) for group in groups
     )
 
 
@@ -156,7 +164,7 @@ def _allowed(measured: Measured, large: LayerChain, options: Iterable[Option], m
         share = measured.efficiency(option)
         is_twin = option.intra is not Intra.FLAT and measured.network.is_flat(option.intra)
         if share is not None and share >= min_gain and large.fits(option) and not is_twin:
-            kept[option] = share
+            kept[option] = min(1.0, share * measured.round_loss)
     return kept
 
 

@@ -28,11 +28,13 @@ from cgx_ray.planner.bits import QSGD, LayerErrors
 from cgx_ray.planner.candidates import CodecCost, CodecCosts, codec_cost_of, efficiency, host_name
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.engine_cost import HOST_ENGINE, EngineCost
-from cgx_ray.planner.fidelity import period_loss
+from cgx_ray.planner.fidelity import expected_loss, period_loss
 from cgx_ray.planner.legs import EncodesOn, copy_s, exchange_stages, legs
 from cgx_ray.planner.scheme_costs import cost_of_scheme
 from cgx_ray.planner.timeline import Stage, StepPart, Timeline, simulate
 
+# Difference of two efficiencies that no reader sees.
+ROUNDING = 5e-4
 # Elements of a group whose encoded size stands for those of all.
 _SAMPLE_NUMEL = 1 << 20
 
@@ -59,6 +61,7 @@ class Measured:
                  of qsgd by number of bits and by layer, in any unit; empty before they are measured
     error_excess error of bits in force over what was expected of them, 1 or more
     max_period   longest period that may be chosen: 1 while gradients change fast
+    round_loss   loss over dense's of the round that counts as one step here, see `of_round`
     """
 
     layers: tuple[Layer, ...]
@@ -74,6 +77,7 @@ class Measured:
     error_excess: float = 1.0
     bus: Link | None = None
     max_period: int = MAX_PERIOD
+    round_loss: float = 1.0
     engine: EngineCost = HOST_ENGINE
 
     def __post_init__(self) -> None:
@@ -117,6 +121,11 @@ class Measured:
         gain = self.gain_of(option)
         return efficiency(gain, option.codec) if gain is not None else None
 
+    def kept(self, option: Option) -> float | None:
+        """Return `efficiency`; in a round as a share of what its period keeps, since the larger loss counts."""
+        share = self.efficiency(option)
+        return min(1.0, share * self.round_loss) if share is not None else None
+
     def gain_of(self, option: Option) -> float | None:
         """Return the gain of `option`; None if it is unknown."""
         names = (str(option), str(option.flat()), str(option.codec))
@@ -155,15 +164,22 @@ class Measured:
         alone_s = num_buckets * hops * link.alpha_s + crossing_bytes * link.beta_s_per_byte
         return max(alone_s / num_buckets, alone_s - math.fsum(self.backward_s[1:]))
 
-    def of_round(self, period: int, inside_s: float = 0.0) -> Measured:
+    def of_round(self, period: int, options: Iterable[Option]) -> Measured:
         """Return the measurements as if a round of `period` steps were one step: all its compute, then all gradients.
 
-        Changes of parameters are known when the optimizer has stepped, so nothing hides their exchange.
-
-        inside_s  seconds of each step for sums inside nodes
+        Changes of parameters are known when the optimizer has stepped, so nothing hides their exchange. If one of
+        `options` sums inside nodes, nodes do so in each step, see `engine.period`.
         """
+        replicas = self.network.num_replicas(options)
+        inside_s = self.inside_sum_s if replicas < self.network.num_workers else 0.0
         backward_s = (period * (self.compute_s + inside_s), *[0.0] * (len(self.layers) - 1))
-        return replace(self, backward_s=backward_s, after_s=0.0)
+        return replace(self, backward_s=backward_s, after_s=0.0, round_loss=period_loss(period, replicas))
+
+    def rounds(self, period: int, options: Sequence[Option]) -> list[tuple[Measured, Sequence[Option]]]:
+        """Return `of_round` without sums inside nodes and with them, each with the options that may then be chosen."""
+        flat = [option for option in options if option.intra is Intra.FLAT]
+        inside = [option for option in options if not self.network.is_flat(option.intra)]
+        return [(self.of_round(period, pool), pool) for pool in (flat, inside) if pool]
 
     def slowed(self, factor: float) -> Measured:
         """Return the measurements with `factor` times the times of links and codecs."""
@@ -242,6 +258,7 @@ class Prediction:
     efficiency  share of a dense step's progress: that of the groups' options, weighted by the elements that layers
                 count as (`Measured.counted_numel`); None if one of the gains is unknown. Fixed groups count as dense:
                 what they lose is the user's choice
+    replicas    ranks, or nodes, that train alone in a round
     """
 
     groups: tuple[PlannedGroup, ...]
@@ -250,6 +267,7 @@ class Prediction:
     after_s: float
     codec_s: float
     efficiency: float | None
+    replicas: int
 
     @property
     def step_s(self) -> float:
@@ -271,6 +289,11 @@ class Prediction:
         return self.timeline.bound_by
 
     @property
+    def loss(self) -> float | None:
+        """Loss over dense's that was measured with such codecs and such a period; None if it was not."""
+        return expected_loss((option.codec for option in self.options), self.period, self.replicas)
+
+    @property
     def is_dense(self) -> bool:
         """True if all groups, except fixed ones, are summed by the vendor over all workers in each step, as in DDP."""
         return self.period == 1 and all(group.option == DENSE or group.is_fixed for group in self.groups)
@@ -288,6 +311,17 @@ class Prediction:
             return f"{self.options[0].describe()}{every}"
         counts = Counter(group.option for group in self.groups)
         return ", ".join(f"{counts[option]}x {option.describe()}" for option in self.options) + every
+
+    def describe_kept(self) -> str:
+        """Return in words what the plan is expected to lose.
+
+        That is its measured loss, unless its errors are larger than in the runs that measured it: then its steps count
+        as `efficiency` of dense ones, which is less.
+        """
+        assert self.efficiency is not None
+        if self.loss is not None and self.efficiency >= 1 / self.loss - ROUNDING:
+            return f"expected loss {self.loss:.3f} of dense"
+        return f"a step counts as {self.efficiency:.1%} of a dense one"
 
     def describe(self) -> str:
         """Return `describe_options` after the number of groups, such as `"7 groups: dense"`; of one group without."""
@@ -316,12 +350,11 @@ def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
     So a step of many groups tends to the longest of compute, codec and network, plus what nothing hides of one group.
     With a period, all groups begin together when the steps of a round have been computed, see `Measured.of_round`.
     """
+    options = {group.option for group in groups}
     if (period := period_of(groups)) > 1:
-        # Then nodes average their gradients in each step, see `engine.period`.
-        has_inside = any(group.option.intra is not Intra.FLAT for group in groups)
-        whole = measured.of_round(period, measured.inside_sum_s if has_inside else 0.0)
-        return _mean_step(predict(whole, [one._replace(period=1) for one in groups]), period)
-    under = {option: _Under.of(option, measured) for option in {group.option for group in groups}}
+        whole = measured.of_round(period, options)
+        return _mean_step(predict(whole, [one._replace(period=1) for one in groups]), period, whole.round_loss)
+    under = {option: _Under.of(option, measured) for option in options}
     waits_s: list[float] = []
     works: list[_GroupWork] = []
     kept: list[tuple[float | None, float]] = []
@@ -341,18 +374,20 @@ def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
         after_s=measured.after_s,
         codec_s=sum(work.codec_s for work in works),
         efficiency=_efficiency(known, sum(group.numel for group in groups)) if len(known) == len(kept) else None,
+        replicas=measured.network.num_replicas(options),
     )
 
 
-def _mean_step(whole: Prediction, period: int) -> Prediction:
+def _mean_step(whole: Prediction, period: int, loss: float) -> Prediction:
     """Return the mean step of a round of `period` steps, which `whole` predicts as one step."""
-    return Prediction(
+    return replace(
+        whole,
         groups=tuple(group._replace(period=period) for group in whole.groups),
         timeline=whole.timeline.shared_by(period),
         compute_s=whole.compute_s / period,
         after_s=whole.after_s / period,
         codec_s=whole.codec_s / period,
-        efficiency=whole.efficiency / period_loss(period) if whole.efficiency is not None else None,
+        efficiency=whole.efficiency / loss if whole.efficiency is not None else None,
     )
 
 
@@ -381,7 +416,7 @@ class _Under(NamedTuple):
                 measured.bus,
                 measured.engine,
             ),
-            measured.efficiency(option),
+            measured.kept(option),
             measured.counted_numel(option.codec),
         )
 

@@ -14,7 +14,7 @@ from cgx_ray.plan import BUILT_IN, MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, NONE, C
 from cgx_ray.planner.candidates import CodecCosts, codec_options
 from cgx_ray.planner.cost import Link, Network, check_positive
 from cgx_ray.planner.engine_cost import HOST_ENGINE, EngineCost
-from cgx_ray.planner.fidelity import Fidelity, codecs_of, describe_kept
+from cgx_ray.planner.fidelity import Fidelity, codecs_of
 from cgx_ray.planner.joint import BestPlan, best_plan, best_round
 from cgx_ray.planner.models import ModelDescription
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
@@ -132,8 +132,7 @@ def verdict(answer: BestPlan, num_workers: int) -> str:
     if best.groups == dense.groups:
         return f"No plan that was found is {MIN_SAVING:.0%} better than dense here, which is bound by {dense.bound_by}."
     assert best.efficiency is not None
-    codecs = [option.codec for option in best.options]
-    kept = f"; {describe_kept(codecs, best.period, best.efficiency)}" if best.efficiency < 1 else ""
+    kept = f"; {best.describe_kept()}" if best.efficiency < 1 else ""
     every = f", with an exchange every {best.period} steps" if best.period > 1 else ""
     return (
         f"{answer.speedup:.2f}x faster than dense, which is bound by {dense.bound_by}: steps of {best_step} "

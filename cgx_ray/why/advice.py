@@ -9,7 +9,7 @@ from statistics import median
 
 from cgx_ray.plan import NONE, Layer
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.fidelity import Fidelity, codecs_of, expected_loss
+from cgx_ray.planner.fidelity import Fidelity, codecs_of
 from cgx_ray.planner.joint import BestPlan
 from cgx_ray.planner.models import ModelDescription
 from cgx_ray.planner.profile import load_profile
@@ -76,14 +76,13 @@ def compression(records: Sequence[RankRecord], parts: StepParts, paths: Sequence
     if answer.best.is_dense:
         return _none("none: no plan with dense's accuracy would be faster here", fastest, enough)
     saves_s = answer.dense.step_s - answer.best.step_s
-    loss = expected_loss([option.codec for option in answer.best.options], answer.best.period)
     after_s = parts.step_s - saves_s
     return Compression(
         sentence=f"{answer.best.describe_options()}: steps of {format_seconds(after_s)} instead of "
-        f"{format_seconds(parts.step_s)}, predicted; {_accuracy(loss)}",
+        f"{format_seconds(parts.step_s)}, predicted; {_accuracy(answer.best.loss)}",
         plan=answer.best.describe_options(),
         saves_s=saves_s,
-        loss=loss,
+        loss=answer.best.loss,
         seen_bit_per_s=1e9 * fastest,
         enough_bit_per_s=None if enough is None else 1e9 * enough,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -27,7 +26,7 @@ from cgx_ray.plan import (
 )
 from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.fidelity import PERIOD_LOSSES, Fidelity, loss_of, period_loss, periods_of
+from cgx_ray.planner.fidelity import PERIOD_LOSSES, PERIOD_REPLICAS, Fidelity, loss_of, period_loss, periods_of
 from cgx_ray.planner.joint import MAX_ERROR, best_round
 from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
 
@@ -67,7 +66,9 @@ def test_a_step_of_a_round_takes_its_compute_and_its_share_of_the_exchange(perio
     assert max(span.end_s for span in round_.timeline.spans) == pytest.approx(round_.step_s)
     assert round_.codec_s == pytest.approx(step.codec_s / period)
     assert step.efficiency is not None
-    assert round_.efficiency == pytest.approx(step.efficiency / PERIOD_LOSSES[period])
+    # The larger loss counts.
+    assert round_.efficiency == pytest.approx(min(step.efficiency, 1 / PERIOD_LOSSES[period]))
+    assert round_.loss == max(step.loss or math.inf, PERIOD_LOSSES[period])
     assert round_.plan(version=3, world_size=4).period == period
     assert round_.describe().endswith(f", every {period} steps")
 
@@ -89,6 +90,9 @@ def test_rounds_between_nodes_take_a_sum_inside_in_each_step(backward_s: float) 
     num_bytes = sum(layer.dense_bytes for layer in LAYERS)
     whole_s = 2 * 0.1e-3 + num_bytes * 8 / 10e9
     assert steps[Intra.DENSE].compute_s - steps[Intra.FLAT].compute_s == pytest.approx(whole_s)
+    # Nodes are the replicas that train alone, or all ranks.
+    for intra, replicas in ((Intra.DENSE, 4), (Intra.FLAT, 8)):
+        assert (steps[intra].replicas, steps[intra].loss) == (replicas, period_loss(1024, replicas))
     small = replace(measured, network=replace(network, ranks_per_node=1, inside=None))
     assert small.inside_sum_s == 0
     # With many buckets, backward hides all but the last.
@@ -98,9 +102,15 @@ def test_rounds_between_nodes_take_a_sum_inside_in_each_step(backward_s: float) 
     assert wide.inside_sum_s == pytest.approx(max(alone_s / num_buckets, alone_s - 5 * backward_s))
 
 
-def test_the_best_round_equals_brute_force_over_all_groupings_and_options() -> None:
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_the_best_round_equals_brute_force_over_all_groupings_and_options(ranks_per_node: int) -> None:
     rng = random.Random(0)
     options = [Option(codec=NONE, scheme=Scheme.SRA), QSGD, TOPK]
+    inside = Link.from_rates(bandwidth_gbps=1, latency_ms=0.1)
+    if ranks_per_node > 1:
+        options = [*options[:2], *(replace(option, intra=Intra.DENSE) for option in options[:2])]
+    # Either all groups sum inside nodes, or none.
+    pools = [[option for option in options if option.intra is intra] for intra in (Intra.FLAT, Intra.DENSE)]
     for _ in range(8):
         layers = tuple(
             Layer(name=f"layer{i}", numel=int(10 ** rng.uniform(4, 6.5)), ndim=2) for i in range(rng.randint(1, 4))
@@ -111,11 +121,14 @@ def test_the_best_round_equals_brute_force_over_all_groupings_and_options() -> N
             backward_s=tuple(rng.uniform(0.001, 0.1) for _ in layers),
             gain={str(QSGD.codec): rng.uniform(0.9, 1), str(TOPK.codec): rng.uniform(0.3, 1)},
         )
+        network = replace(measured.network, ranks_per_node=ranks_per_node, inside=inside)
+        measured = replace(measured, network=network)
         period = rng.choice([2, 4, 8])
         found = predict(measured, best_round(measured, options, period))
         scores = [
             predict(measured, [group._replace(period=period) for group in groups]).score
-            for groups in all_plans(layers, options)
+            for pool in pools
+            for groups in all_plans(layers, pool)
         ]
         assert found.score <= min(scores) * (1 + MAX_ERROR)
         assert DENSE not in found.options
@@ -145,6 +158,16 @@ def test_a_codec_and_a_period_lose_no_more_together_than_balanced_allows() -> No
     assert 0.9 < (chosen.efficiency or 0.0) <= 1
 
 
+def test_more_replicas_get_a_shorter_period_since_they_lose_more() -> None:
+    chosen = {}
+    for replicas in (2, 4, 8, 16, 256):
+        network = replace(_measured(0.001).network, num_nodes=replicas)
+        chosen[replicas] = _chosen(Adaptive(fidelity="balanced"), _measured(0.001, network=network))
+        assert (chosen[replicas].loss or math.inf) <= 1.05
+        assert chosen[replicas].period == max(one for one in (1, *PERIOD_LOSSES) if period_loss(one, replicas) <= 1.05)
+    assert chosen[2].period > chosen[16].period > chosen[256].period == 1
+
+
 @pytest.mark.parametrize("period", [8, 16])
 def test_rounds_end_when_gradients_change_fast_or_they_may_not_be_chosen(period: int) -> None:
     plan, slow = _plan(period), _measured(0.01)
@@ -154,18 +177,15 @@ def test_rounds_end_when_gradients_change_fast_or_they_may_not_be_chosen(period:
     assert _chosen(Adaptive(), slow, plan).period == 1
 
 
-def _expected(fidelity: str) -> Sequence[int]:
-    level = Fidelity(fidelity)
-    return [period for period in PERIOD_LOSSES if level is Fidelity.FAST or PERIOD_LOSSES[period] <= level.max_loss]
-
-
-def test_a_fidelity_allows_the_periods_that_were_measured_to_cost_no_more() -> None:
+def test_losses_of_periods_grow_with_the_period_and_with_the_number_of_replicas() -> None:
     assert periods_of("strict") == (1,)
-    for fidelity in ("balanced", "fast"):
-        assert periods_of(fidelity) == (1, *_expected(fidelity))
-    assert period_loss(1) == 1.0
-    losses = [period_loss(period) for period in range(1, 100)]
-    assert losses == sorted(losses)
+    for period in range(1, 100):
+        assert period_loss(period, 1) == 1.0
+        losses = [period_loss(period, replicas) for replicas in range(1, 100)]
+        assert losses == sorted(losses)
+        assert period_loss(period) >= period_loss(period - 1 or 1)
+    assert period_loss(1, 100) == 1.0
+    assert {period: period_loss(period, PERIOD_REPLICAS) for period in PERIOD_LOSSES} == PERIOD_LOSSES
 
 
 @pytest.mark.parametrize("periods", [3, (3,), (0,), "auto"])

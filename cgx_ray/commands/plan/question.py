@@ -11,7 +11,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, check_period, spoken
 from cgx_ray.planner.candidates import efficiency
 from cgx_ray.planner.cost import Link, check_positive
-from cgx_ray.planner.fidelity import PERIOD_LOSSES
+from cgx_ray.planner.fidelity import PERIOD_LOSSES, period_loss
 from cgx_ray.planner.models import ModelDescription, load_model
 from cgx_ray.planner.profile import Profile, load_profile
 from cgx_ray.planner.scenario import (
@@ -207,8 +207,12 @@ def _about_codecs(scenario: Scenario, measured: Profile, given: Mapping[str, flo
             f"{', '.join(map(spoken, dropped))} left out: they keep less than {scenario.min_gain:g} (--min-gain)"
         )
     if scenario.periods != (1,):
-        lost = ", ".join(f"{loss - 1:.1%} every {period}" for period, loss in PERIOD_LOSSES.items())
-        assumptions.append(f"rarer exchanges cost as much loss as a small GPT's ({lost} steps): see docs/period.md")
+        replicas = scenario.network.num_workers
+        lost = ", ".join(f"{period_loss(period, replicas) - 1:.1%} every {period}" for period in PERIOD_LOSSES)
+        assumptions.append(
+            f"exchanges of {replicas} replicas every few steps cost as much loss as a small GPT's ({lost} steps): see "
+            "docs/period.md"
+        )
     if scenario.too_small:
         largest = max(scenario.model.layers, key=lambda layer: layer.numel)
         assumptions.append(

@@ -165,7 +165,7 @@ def start_entry(
         "layers": [asdict(layer) for layer in layers],
         "told_codec_s": cost_fields(calibrated_costs),
         "encodes_on": encodes_on,
-        "plan": _plan_fields(plan, layers),
+        "plan": _plan_fields(plan, layers, num_nodes=len({*nodes}) or plan.world_size),
     }
 
 
@@ -190,8 +190,8 @@ def decision_entry(
         "step": step,
         "kind": decision.kind,
         "made_by": made_by,
-        "old": _plan_fields(old, measured.layers),
-        "new": _plan_fields(new, measured.layers),
+        "old": _plan_fields(old, measured.layers, measured.network.num_nodes),
+        "new": _plan_fields(new, measured.layers, measured.network.num_nodes),
         "new_groups": [] if new is old else group_fields(new.groups, measured.layers),
         "new_period": new.period,
         "reason": decision.reason,
@@ -260,7 +260,7 @@ def end_entry(*, step: int | None, time_s: float) -> dict[str, Any]:
     return {"event": "end", "time": time_s, "step": step}
 
 
-def _plan_fields(plan: Plan, layers: Sequence[Layer]) -> dict[str, Any]:
+def _plan_fields(plan: Plan, layers: Sequence[Layer], num_nodes: int) -> dict[str, Any]:
     """Return the plan in one phrase; and the groups, layers, elements and bytes of a step for each option."""
     options: dict[str, dict[str, Any]] = {}
     for group in groups_of(plan, layers):
@@ -278,7 +278,8 @@ def _plan_fields(plan: Plan, layers: Sequence[Layer]) -> dict[str, Any]:
         added = (1, len(group.layers), group.numel, group.dense_bytes, group.wire_bytes)
         for name, number in zip(("groups", "layers", "numel", "dense_bytes", "wire_bytes"), added, strict=True):
             counts[name] += number
-    loss = expected_loss((group.option.codec for group in plan.groups), plan.period)
+    replicas = num_nodes if plan.has_inside else plan.world_size
+    loss = expected_loss((group.option.codec for group in plan.groups), plan.period, replicas)
     return {"version": plan.version, "plan": plan.describe(), "expected_loss": loss, "options": options}
 
 

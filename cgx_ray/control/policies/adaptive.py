@@ -19,7 +19,6 @@ ranks share memory, hierarchical options equal flat ones, so the planner leaves 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -47,7 +46,6 @@ from cgx_ray.planner.fidelity import (
     Fidelity,
     codecs_of,
     describe_costs,
-    describe_kept,
     loss_of,
     periods_of,
 )
@@ -176,6 +174,10 @@ class Adaptive(Policy):
         assert self.periods is not None
         return self.periods
 
+    def _may_lose(self, option: Option, period: int, planner_input: PlannerInput) -> bool:
+        replicas = planner_input.now.network.num_replicas([option])
+        return self.max_loss is None or loss_of(option.codec, period, replicas) <= self.max_loss
+
     def _with_rounds(self, planner_input: PlannerInput, allowed: Sequence[Option], found: BestPlan) -> BestPlan:
         """Return `found`, or the best plan of rounds if that promises MIN_IMPROVEMENT over it."""
         periods = [period for period in self._periods if 1 < period <= planner_input.now.max_period]
@@ -183,9 +185,10 @@ class Adaptive(Policy):
             return found
         found_groups = []
         for period in periods:
-            most = math.inf if self.max_loss is None else self.max_loss
-            options = [option for option in allowed if loss_of(option.codec, period) <= most]
-            found_groups.append(planner_input.best_of_round(options, 0.0, period))
+            if options := [option for option in allowed if self._may_lose(option, period, planner_input)]:
+                found_groups.append(planner_input.best_of_round(options, 0.0, period))
+        if not found_groups:
+            return found
         best = min(found_groups, key=planner_input.score)
         return _with_best(found, best, planner_input, promised=-MIN_IMPROVEMENT)
 
@@ -317,10 +320,9 @@ def _describe_best(found: BestPlan, planner_input: PlannerInput) -> str:
     best_s, dense_s = map(planner_input.step_s, (best, found.dense))
     if best.is_dense:
         return f"nothing beats dense; predicted {dense_s:.3f} s per step, bound by {found.dense.bound_by}"
-    assert best.efficiency is not None
-    kept = describe_kept((option.codec for option in best.options), best.period, best.efficiency)
+    kept = best.describe_kept()
     text = f"{best.describe_options()}; predicted {best_s:.3f} s per step (dense {dense_s:.3f} s), {kept}"
-    costs = describe_costs([option.codec for option in best.options], best.period)
+    costs = describe_costs([option.codec for option in best.options], best.period, best.replicas)
     text = f"{text}; {costs}" if costs else text
     gap = f"{found.gap:.1%}"
     return text if gap == "0.0%" else f"{text}, at most {gap} from the optimum"

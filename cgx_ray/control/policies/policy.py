@@ -101,8 +101,13 @@ class PlannerInput:
         The search is that for single steps, whose compute is that of a round.
         """
         alone = replace(self, dense_groups=())
-        found = [plan for state in self.states for plan in alone._candidates(state.of_round(period), options, min_gain)]
-        return min((as_round(plan.best.groups, period) for plan in found), key=self.score)
+        rounds = [one for state in self.states for one in state.rounds(period, options)]
+        found = (
+            as_round(plan.best.groups, period, pool)
+            for of_round, pool in rounds
+            for plan in alone._candidates(of_round, pool, min_gain)
+        )
+        return min(found, key=self.score)
 
     def _between(self) -> Measured:
         """Return the measurements with the geometric mean of all links."""
