@@ -33,6 +33,11 @@ CASES = (
         for transport in ("tcp", "gloo")
     ),
 )
+# The schemes that CGX compares with sra (its Figure 10), with the same codec.
+CODED = tuple(
+    Case(name=f"{scheme}_qsgd_tcp", codec="qsgd:bits=4,bucket_size=128", scheme=scheme, transport="tcp")
+    for scheme in ("ring", "tree", "allgather")
+)
 # For ranks that share memory: on loopback only, because hosts of a lab do not share any.
 SHARED = tuple(
     Case(name=f"{name}_shm", codec=codec, scheme=scheme, transport="shm")
@@ -70,7 +75,7 @@ class Setting:
 
 
 LOOPBACK = Setting(name="loopback", rate_bit_per_s=None, numel=_GOAL_NUMEL, num_rounds=5, cases=(*CASES, *SHARED))
-GIGABIT = Setting(name="1gbit", rate_bit_per_s=1e9, numel=_GOAL_NUMEL, num_rounds=5)
+GIGABIT = Setting(name="1gbit", rate_bit_per_s=1e9, numel=_GOAL_NUMEL, num_rounds=5, cases=(*CASES, *CODED))
 # A tenth of the gradient, so that it takes the same time.
 SLOW = Setting(name="100mbit", rate_bit_per_s=1e8, numel=_GOAL_NUMEL // 10, num_rounds=3)
 # 1 MB and 40 MB of gradient.

@@ -49,11 +49,16 @@ def collectives(run: BenchRun, ranks: int) -> Iterable[Row]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Seconds of one case at one setting; `bound_s`: seconds that the network alone would take."""
+    """Seconds of one case at one setting.
+
+    error    squared norm of what the average is off, over that of the average
+    bound_s  seconds that the network alone would take
+    """
 
     case: Case
     setting: Setting
     seconds: float
+    error: float
     gloo_s: float
     bound_s: float | None
 
@@ -75,6 +80,8 @@ class Timing:
                 goal=speedup,
             )
         ]
+        if self.case.codec != "none":
+            rows.append(Row(name=f"{name}_error", value=self.error, unit="of the average's squared norm"))
         if self.bound_s is not None:
             goal = BOUND_GOALS.get(place) if with_goals else None
             rows.append(
@@ -114,12 +121,13 @@ def measure_collectives(options: CollectiveOptions, settings: Sequence[Setting],
             else:
                 done += 1
                 on_turn(f"{setting.name}: {line}", done / num_turns)
-        gloo_s = median(columns[PEER.name])
+        gloo_s = median(columns[PEER.name][1:])
         timings += [
             Timing(
                 case=case,
                 setting=setting,
-                seconds=median(columns[case.name]),
+                seconds=median(columns[case.name][1:]),
+                error=columns[case.name][0],
                 gloo_s=gloo_s,
                 bound_s=_bound_s(case, setting, options.num_ranks),
             )

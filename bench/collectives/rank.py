@@ -1,6 +1,8 @@
 """One rank of `python -m bench collectives`: a process in a host of the lab or on loopback.
 
-Rank 0 writes the name of a case after each of its turns, and at the end {case: [seconds per round]} as JSON.
+Rank 0 writes the name of a case after each of its turns. At the end it writes as JSON {case: [error, seconds of each
+round ...]}, where the error is the squared norm of what the average is off, over that of the average; without meaning
+for the vendor's sum.
 """
 
 from __future__ import annotations
@@ -36,21 +38,38 @@ def _measure(job: dict[str, Any]) -> None:
         transports[kind] = Transport(dist.group.WORLD, mesh=mesh, timeout_s=_TIMEOUT_S)
     names = [case["name"] for case in job["cases"]]
     collectives = [_collective(case, job["numel"], transports) for case in job["cases"]]
-    grad_N = torch.randn(job["numel"], generator=torch.Generator().manual_seed(rank))
-    # The first round warms up memory and connections, and is not counted.
-    seconds_TC = torch.zeros(1 + num_rounds, len(names), dtype=torch.float64)
+    grad_N, mean_N = _gradient(job["numel"], rank), _mean_gradient(job["numel"], dist.get_world_size())
+    # The first round warms up memory and connections: its time is not counted, and its errors take that place.
+    found_TC = torch.zeros(1 + num_rounds, len(names), dtype=torch.float64)
     for turn in range(1 + num_rounds):
         # A B C, then C B A, so that none always runs first.
         for which in range(len(names)) if turn % 2 == 0 else reversed(range(len(names))):
-            seconds_TC[turn, which] = _time(collectives[which], grad_N.clone(), turn)
+            result_N = grad_N.clone()
+            seconds = _time(collectives[which], result_N, turn)
+            found_TC[turn, which] = seconds if turn else _error(result_N, mean_N)
             if rank == 0:
                 print(names[which], flush=True)
-    dist.all_reduce(seconds_TC, op=dist.ReduceOp.MAX)
+    dist.all_reduce(found_TC, op=dist.ReduceOp.MAX)
     if rank == 0:
-        print(json.dumps(dict(zip(names, seconds_TC[1:].T.tolist(), strict=True))), flush=True)
+        print(json.dumps(dict(zip(names, found_TC.T.tolist(), strict=True))), flush=True)
     dist.barrier()
     for transport in transports.values():
         transport.close()
+
+
+def _gradient(numel: int, rank: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+
+
+def _mean_gradient(numel: int, num_ranks: int) -> Tensor:
+    mean_N = _gradient(numel, 0)
+    for rank in range(1, num_ranks):
+        mean_N += _gradient(numel, rank)
+    return mean_N.div_(num_ranks)
+
+
+def _error(result_N: Tensor, mean_N: Tensor) -> float:
+    return float((result_N - mean_N).square_().sum() / mean_N.square().sum())
 
 
 def _time(collective: Collective, grad_N: Tensor, turn: int) -> float:

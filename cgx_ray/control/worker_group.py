@@ -28,7 +28,7 @@ from cgx_ray.control.learned.measured import (
     resized,
 )
 from cgx_ray.control.network.changes import SETTLE_S, ComputeChanges, SlowRanks, network_cause
-from cgx_ray.control.network.estimate import FEW, NOISE, OBVIOUS
+from cgx_ray.control.network.estimate import FEW, HICCUP_S, NOISE, OBVIOUS
 from cgx_ray.control.network.known_network import KnownNetwork
 from cgx_ray.control.network.recent_links import RecentLinks
 from cgx_ray.control.policies.policy import MAX_SLOWDOWN, REVIEW_S, Decision, Policy
@@ -200,11 +200,11 @@ class WorkerGroupState:
         return True
 
     def _is_far_slower(self, step: JoinedStep) -> bool:
-        """Return whether `step` took OBVIOUS times as long as usual: one is enough to look for another network."""
+        """Return whether `step` was no hiccup and OBVIOUS times as long as usual: one is enough for another network."""
         is_current = step.plan_version in self._versions
         before = [one.step_s for one in self._recent if (one.plan_version in self._versions) == is_current]
         usual_s = median(before) if len(before) >= FEW else self._predicted_s if is_current else None
-        return usual_s is not None and step.step_s >= OBVIOUS * usual_s
+        return usual_s is not None and step.step_s >= max(OBVIOUS * usual_s, HICCUP_S)
 
     @property
     def may_accept(self) -> bool:

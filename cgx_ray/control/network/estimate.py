@@ -16,6 +16,8 @@ FEW = 3
 NOISE = 1.2
 # Ratio that noise does not explain: a step that is longer by it is enough to look for another network.
 OBVIOUS = 3.0
+# Seconds for which a step may stand still by chance: TCP sends a lost packet again after 0.2, or 0.4.
+HICCUP_S = 0.5
 # Seconds that a busy processor may add to a message. Shorter exchanges say little about the network.
 WORK_S = 1e-3
 # Standard deviations on either side of the mean that hold 95 % of a normal distribution.

@@ -259,10 +259,10 @@ class PassiveLink:
         if not traffic.exchanges:
             return []
         largest, hops = max((one.num_bytes, one.hops) for one in traffic.exchanges)
-        # On the mesh each hop may wait for a processor, which is no change of the network. With that, rates depend on
-        # the size.
+        # Each hop may wait for a processor, on the mesh for a turn, which is no change of the network. With that, rates
+        # depend on the size.
         has_mesh = bool(traffic.round_trip_s)
-        turn_s = TURN_S if has_mesh else 0.0
+        turn_s = TURN_S if has_mesh else WORK_S
         # The fastest single exchange counts: processors are rarely busy during all of them.
         counted = [
             [replace(one, seconds=one.seconds + turn_s * one.hops)]
