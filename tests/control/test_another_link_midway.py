@@ -64,3 +64,18 @@ def test_the_times_of_a_plan_on_the_link_before_do_not_count_on_the_new_one(tmp_
     run.run(4)
     ran = state.steps.plan_times.on(state.known(), float(run.step)).get(home)
     assert ran is None or not ran.is_measured, "it has not run on this link"
+
+
+@pytest.mark.parametrize(("slow_gbps", "is_noticed"), [(0.1, False), (0.02, True)])
+def test_one_slow_step_is_another_link_unless_it_was_a_hiccup(
+    tmp_path: Path, slow_gbps: float, is_noticed: bool
+) -> None:
+    run = FakeTraining(start(tmp_path).loop, gbps=20.0, compute_s=0.02, step=1)
+    run.run(30)
+    state = run.loop._state
+    assert state is not None
+    before = state.network.num_changes
+    run.gbps = slow_gbps
+    run.run(1)
+    run.gbps = 20.0
+    assert (state.network.num_changes > before) is is_noticed

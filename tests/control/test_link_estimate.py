@@ -397,3 +397,14 @@ def test_a_drop_of_all_links_names_nobody_slow_for_long() -> None:
         seen = network.step()
         link.add_traffic(replace(seen, bursts={rank: seen.bursts[rank] for rank in (0, 1)}, pair_rate={}), 1e-3)
         assert link.slow == {}
+
+
+def test_exchanges_that_wait_for_processors_are_no_change_off_the_mesh_either() -> None:
+    """1.2 MB between ranks of one machine take 0.3 ms, and 1.5 while another program takes processors."""
+    link, random_ = PassiveLink(), random.Random(0)
+    for step in range(2000):
+        is_busy = step % 1000 > 500
+        seconds = (1e-3 if is_busy else 2e-4) + random_.expovariate(1 / (5e-4 if is_busy else 1e-4))
+        exchange = ObservedExchange(hops=2, num_bytes=1_200_000, seconds=seconds)
+        link.add_traffic(StepTraffic(seconds=0.006, exchanges=[exchange]), 5e-5)
+    assert link.num_changes == 0
