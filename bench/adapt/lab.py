@@ -41,6 +41,7 @@ from bench.step.cases import StepNetwork
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.plan import Plan
 from cgx_ray.planner.candidates import CodecCost
+from cgx_ray.planner.fidelity import Fidelity
 from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
 from cgx_ray.report.result import Row
 
@@ -117,9 +118,9 @@ class AdaptLabNumbers:
         return found
 
 
-def measure_in_lab(run: BenchRun) -> tuple[list[Row], Mapping[str, ScheduleScore]]:
+def measure_in_lab(run: BenchRun, fidelity: Fidelity) -> tuple[list[Row], Mapping[str, ScheduleScore]]:
     """Run all parts, and say how the papers' networks are scaled to the lab. Return rows, and scores by schedule."""
-    options = QUICK if run.quick else AdaptLabOptions()
+    options = replace(QUICK if run.quick else AdaptLabOptions(), fidelity=fidelity)
     run.print_text(
         f"{options.num_ranks} ranks, {options.workload().dense_bytes / 1e6:.1f} MB of gradients, "
         f"{1e3 * COMPUTE_S:g} ms of compute per step. Schedules: rates divided by {RATE_DIVISOR:g}, as for a model "
@@ -260,7 +261,7 @@ class _AdaptLab:
         for name, phases in self._options.phases().items():
             self._on_part(name)
             self._set(phases[0].network)
-            with self._at_work(ADAPTIVE) as training:
+            with self._at_work(ADAPTIVE[self._options.fidelity]) as training:
                 start_s, played = self._play(training, phases)
             steps = self._steps(training, phases[0].network)
             counted = [
@@ -281,7 +282,7 @@ class _AdaptLab:
         for network in self._options.grid:
             self._on_part(network.title)
             self._set(network)
-            with self._at_work(ADAPTIVE) as training:
+            with self._at_work(ADAPTIVE[self._options.fidelity]) as training:
                 self._train_enough(training)
             steps = self._steps(training, network)
             progress = math.fsum(step.efficiency for step in steps)

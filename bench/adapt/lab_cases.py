@@ -20,6 +20,7 @@ from bench.step.workload import Workload
 from cgx_ray.demo.gpt import GPT, GPTConfig
 from cgx_ray.lab.schedule import Schedule
 from cgx_ray.plan import CodecSpec, Layer, Plan
+from cgx_ray.planner.fidelity import Fidelity
 from cgx_ray.planner.models import ModelDescription
 from cgx_ray.session.settings import Settings
 
@@ -45,19 +46,29 @@ LabKind = Literal["noop", "ddp", "static", "adaptive"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabWay:
-    """A way to average gradients. `codec` and `scheme` are of kind "static": one plan for the whole training."""
+    """A way to average gradients.
+
+    codec, scheme  of kind "static": one plan for the whole training
+    fidelity       of kind "adaptive"
+    """
 
     name: str
     kind: LabKind
     codec: str = "none"
     scheme: str = "dense"
+    fidelity: Fidelity = Fidelity.STRICT
 
     def settings(self) -> Settings:
         """Return the settings of the attachment of kind "static" or "adaptive"."""
         # Ranks of a lab share a machine. Shared memory between them would go around the links.
         if self.kind == "adaptive":
-            return Settings(policy="adaptive", shared_memory=False)
+            return Settings(policy="adaptive", fidelity=self.fidelity, shared_memory=False)
         return Settings(policy="static", codec=self.codec, scheme=self.scheme, shared_memory=False)
+
+    @property
+    def has_rounds(self) -> bool:
+        """True if ranks may train alone for some steps."""
+        return self.kind == "adaptive" and self.fidelity is not Fidelity.STRICT
 
     def plan(self, layers: Sequence[Layer], num_ranks: int) -> Plan:
         """Return the plan in force; for plain DDP, the one with the same sums."""
@@ -66,7 +77,7 @@ class LabWay:
 
 NOOP = LabWay(name="noop", kind="noop")
 DDP = LabWay(name="ddp", kind="ddp")
-ADAPTIVE = LabWay(name="adaptive", kind="adaptive")
+ADAPTIVE = {level: LabWay(name=f"adaptive {level}", kind="adaptive", fidelity=level) for level in Fidelity}
 # What the loop may choose by default: dense, and these codecs over their best schemes for low and for high latency.
 STATIC_WAYS = (
     DDP,
@@ -75,12 +86,12 @@ STATIC_WAYS = (
     LabWay(name="qsgd3", kind="static", codec="qsgd:bits=3,bucket_size=128", scheme="sra"),
     LabWay(name="qsgd3_allgather", kind="static", codec="qsgd:bits=3,bucket_size=128", scheme="allgather"),
 )
-LAB_WAYS = {way.name: way for way in (NOOP, *STATIC_WAYS, ADAPTIVE)}
+LAB_WAYS = {way.name: way for way in (NOOP, *STATIC_WAYS, *ADAPTIVE.values())}
 
 
 def candidate_specs() -> tuple[CodecSpec, ...]:
     """Return the codecs that the loop may choose, without none."""
-    return tuple(ADAPTIVE.settings().chosen_policy.timed_codecs)
+    return tuple(ADAPTIVE[Fidelity.STRICT].settings().chosen_policy.timed_codecs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +162,7 @@ class AdaptLabOptions:
     grid_s, num_grid_steps
                        least seconds and steps of an adaptive training on one network
     has_goals          False for a short check
+    fidelity           of the adaptive training
     """
 
     num_ranks: int = 4
@@ -167,6 +179,7 @@ class AdaptLabOptions:
     grid_s: float = 8.0
     num_grid_steps: int = 24
     has_goals: bool = True
+    fidelity: Fidelity = Fidelity.STRICT
 
     def phases(self) -> Mapping[str, list[LabPhase]]:
         """Return the phases of each schedule."""

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from bench.adapt.lab_cases import ADAPTIVE, LAB_WAYS, LabWay, candidate_specs, lab_workload
+from bench.adapt.lab_cases import LAB_WAYS, LabWay, candidate_specs, lab_workload
 from bench.network.rank import send
 from bench.shared.rank_process import run_rank
 from bench.step.sleeping_model import BackwardClock, SleepingModel, fixed_gradients
@@ -78,6 +78,8 @@ class _OrderedRank:
         model = DistributedDataParallel(
             SleepingModel(names, self._gradients, clock), init_sync=False, gradient_as_bucket_view=True
         )
+        # Changes nothing, and ends the steps of rounds.
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0) if way.has_rounds else None
         with self._attached(model, way) as attachment:
             step, version = 0, -1
             self._report(time.monotonic())
@@ -86,6 +88,8 @@ class _OrderedRank:
                 loss = model(torch.zeros(()))
                 clock.begin()
                 loss.backward()
+                if optimizer is not None:
+                    optimizer.step()
                 plan = attachment.plan if attachment is not None else None
                 if plan is not None and plan.version != version:
                     version = plan.version
@@ -118,7 +122,7 @@ class _OrderedRank:
         else:
             # Nobody trains these weights.
             settings = replace(way.settings(), weight_check_steps=0)
-            folder = self._folder / f"run-{self._num_trainings}" if way is ADAPTIVE else None
+            folder = self._folder / f"run-{self._num_trainings}" if way.kind == "adaptive" else None
             with closing(attach_with(model, settings, folder=folder)) as attachment:
                 yield attachment
 

@@ -26,6 +26,7 @@ from cgx_ray.control.policies.adaptive import BY_HAND, Adaptive
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.plan import make_plan
+from cgx_ray.planner.fidelity import Fidelity
 from cgx_ray.planner.joint import best_plan
 from cgx_ray.planner.prediction import PlannedGroup, groups_of, predict
 from cgx_ray.report.result import Row
@@ -48,7 +49,14 @@ Stretch = tuple[float, int]
     is_flag=True,
     help="Real ranks on emulated networks: three schedules, and 16 networks beside plain DDP. Takes 26 minutes.",
 )
-def adapt(run: BenchRun, cases: tuple[str, ...], is_in_lab: bool) -> Iterable[Row]:
+@click.option(
+    "--fidelity",
+    type=click.Choice([level.value for level in Fidelity]),
+    default=Fidelity.STRICT.value,
+    show_default=True,
+    help="With --lab, of the adaptive training.",
+)
+def adapt(run: BenchRun, cases: tuple[str, ...], is_in_lab: bool, fidelity: str) -> Iterable[Row]:
     """Drive the control loop in a simulated cluster, or in a lab.
 
     Runs all cases in seven minutes, or those named. Regret is over the best plan of each moment.
@@ -64,7 +72,7 @@ def adapt(run: BenchRun, cases: tuple[str, ...], is_in_lab: bool) -> Iterable[Ro
     reason = Lab.available(rates_only=False)
     if reason is not None:
         raise ConfigError(f"--lab: {reason}")
-    rows, scores = measure_in_lab(run)
+    rows, scores = measure_in_lab(run, Fidelity(fidelity))
     run.panels += [pace_panel(name, score.paces) for name, score in scores.items()]
     return rows
 

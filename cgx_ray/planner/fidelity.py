@@ -35,30 +35,34 @@ class Fidelity(StrEnum):
 
 # Least gain of codecs that a run may choose, unless its user gives another.
 USUAL_MIN_GAIN = 0.8
-# Loss over dense's of PERIOD_REPLICAS ranks that average every so many steps: the worst of three workloads, each a mean
-# of three seeds (bench/data/periods.json). Larger models and longer trainings lose less, see docs/period.md.
-PERIOD_LOSSES: Mapping[int, float] = {2: 1.0057, 4: 1.0141, 8: 1.0304, 16: 1.0390, 32: 1.0486}
-PERIOD_REPLICAS = 4
-# What is lost grows with this power of the number of replicas: 1.8 times from 4 to 8, as in the same file.
+# Loss over dense's of so many replicas that average every so many steps: the worst of some workloads, each a mean of
+# three seeds (bench/data/periods*.json). Larger models and longer trainings lose less, see docs/period.md.
+PERIOD_LOSSES: Mapping[int, Mapping[int, float]] = {
+    4: {2: 1.0057, 4: 1.0141, 8: 1.0304, 16: 1.0390, 32: 1.0486},
+    8: {2: 1.0094, 4: 1.0205, 8: 1.0403, 16: 1.0707, 32: 1.09},
+}
+PERIODS = (2, 4, 8, 16, 32)
+# Among more replicas than were measured, the loss grows with this power of their number.
 REPLICAS_POWER = 0.85
 
 
-def period_loss(period: int, replicas: int = PERIOD_REPLICAS) -> float:
+def period_loss(period: int, replicas: int) -> float:
     """Return the loss over dense's of `replicas` that average every `period` steps.
 
-    That is the one of the next longer period that was measured, or of the longest, for this number of replicas.
+    That is the one of the next longer period, and the next larger number of replicas, that were measured.
     """
     if period == 1 or replicas == 1:
         return 1.0
-    next_longer = (loss for known, loss in PERIOD_LOSSES.items() if known >= period)
-    measured = min(next_longer, default=max(PERIOD_LOSSES.values()))
-    return 1 + (measured - 1) * math.pow(replicas / PERIOD_REPLICAS, REPLICAS_POWER)
+    longer = min((known for known in PERIODS if known >= period), default=PERIODS[-1])
+    larger = min((known for known in PERIOD_LOSSES if known >= replicas), default=max(PERIOD_LOSSES))
+    more = math.pow(max(1.0, replicas / larger), REPLICAS_POWER)
+    return 1 + (PERIOD_LOSSES[larger][longer] - 1) * more
 
 
-def loss_of(codec: CodecSpec, period: int, replicas: int = PERIOD_REPLICAS) -> float:
+def loss_of(codec: CodecSpec, period: int, replicas: int) -> float:
     """Return the loss over dense's of `codec` in rounds of `period` steps; inf if that of the codec was not measured.
 
-    That is the larger of what either loses by itself: together they lose no more, as bench/data/periods.json shows.
+    That is the larger of what either loses by itself: together they lose no more, as bench/data/periods_4_ranks.json shows.
     """
     cost = codec.record.losses.get(str(codec))
     return max(period_loss(period, replicas), cost.worst if cost is not None else 1.0 if codec == NONE else math.inf)
@@ -72,7 +76,7 @@ def expected_loss(codecs: Iterable[CodecSpec], period: int, replicas: int) -> fl
 
 def periods_of(fidelity: Fidelity | str) -> tuple[int, ...]:
     """Return 1, and the periods that a level allows if its `max_loss` does: by "strict" none."""
-    return (1,) if Fidelity(fidelity) is Fidelity.STRICT else (1, *PERIOD_LOSSES)
+    return (1,) if Fidelity(fidelity) is Fidelity.STRICT else (1, *PERIODS)
 
 
 # Of the codecs that come with cgx_ray, by `str(CodecSpec)`, over the codec's usual scheme.
@@ -105,7 +109,7 @@ def measured_progress(codec: CodecSpec, gain: float) -> float | None:
     return min(1.0, 1 / cost.worst)
 
 
-def describe_costs(codecs: Iterable[CodecSpec], period: int = 1, replicas: int = PERIOD_REPLICAS) -> str:
+def describe_costs(codecs: Iterable[CodecSpec], period: int = 1, replicas: int = 1) -> str:
     """Return in words what cost in loss those of `codecs`, and the period, that "strict" does not allow; "" without."""
     allowed = codecs_of(Fidelity.STRICT)
     costs = [_describe_cost(codec) for codec in dict.fromkeys(codecs) if codec not in allowed]

@@ -57,7 +57,8 @@ def test_the_grid_has_16_networks_and_static_plans_are_those_that_the_loop_may_c
     options = AdaptLabOptions()
     assert len(set(options.grid)) == 16
     assert {way.codec for way in STATIC_WAYS} == {"none", *map(str, candidate_specs())}
-    assert LAB_WAYS[ADAPTIVE.name] is ADAPTIVE
+    assert all(LAB_WAYS[way.name] is way for way in ADAPTIVE.values())
+    assert [way.has_rounds for way in ADAPTIVE.values()] == [False, True, True]
 
 
 def test_the_model_has_the_layers_of_the_demo_and_all_of_the_compute() -> None:

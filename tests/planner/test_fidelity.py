@@ -12,7 +12,15 @@ import pytest
 from bench.accuracy.cases import CODECS, WORKLOADS, read_option
 from cgx_ray.plan import NONE, CodecSpec, preferred_scheme
 from cgx_ray.planner.candidates import efficiency
-from cgx_ray.planner.fidelity import LOSS_COSTS, PERIOD_LOSSES, Fidelity, codecs_of, describe_costs, loss_of
+from cgx_ray.planner.fidelity import (
+    LOSS_COSTS,
+    PERIOD_LOSSES,
+    Fidelity,
+    codecs_of,
+    describe_costs,
+    loss_of,
+    period_loss,
+)
 
 
 def _rows(name: str) -> dict[str, Any]:
@@ -50,22 +58,32 @@ def test_the_table_has_every_codec_of_the_committed_run_over_its_usual_scheme() 
 
 
 def test_losses_of_periods_are_the_worst_of_the_committed_run() -> None:
-    rows = _rows("periods.json")
-    assert rows["seeds"]["value"] >= 3
-    for period, loss in PERIOD_LOSSES.items():
-        measured = max(rows[f"{workload} dense, every {period} steps: loss"]["ratio"] for workload in WORKLOADS)
-        assert loss == pytest.approx(measured, abs=5e-5), period
+    for replicas, losses in PERIOD_LOSSES.items():
+        rows = _rows(f"periods_{replicas}_ranks.json")
+        assert (rows["seeds"]["value"], rows["ranks"]["value"]) == (3, replicas)
+        for period, loss in losses.items():
+            name = re.compile(rf"\w+ dense, every {period} steps: loss")
+            measured = max(row["ratio"] for text, row in rows.items() if name.fullmatch(text))
+            assert loss == pytest.approx(measured, abs=5e-5), period
+
+
+def test_two_replicas_lose_no_more_and_sixteen_little_more_than_is_expected_of_them() -> None:
+    for replicas in (2, 16):
+        rows = _rows(f"periods_{replicas}_ranks.json")
+        found = [re.fullmatch(r"\w+ dense, every (\d+) steps: loss", name) for name in rows]
+        for match in filter(None, found):
+            assert rows[match[0]]["ratio"] <= period_loss(int(match[1]), replicas) + 2e-3, match[0]
 
 
 def test_codecs_in_rounds_lose_what_is_expected_of_them_or_less() -> None:
-    rows = _rows("periods.json")
+    rows = _rows("periods_4_ranks.json")
     found = [re.fullmatch(r"(?:gpt|digits)\w* (qsgd:\S*) over sra, every (\d+) steps: loss", name) for name in rows]
     cases = {(match[1], int(match[2])) for match in found if match is not None}
     assert len(cases) >= 6
     for codec, period in cases:
         measured = max(rows[f"{w} {codec} over sra, every {period} steps: loss"]["ratio"] for w in WORKLOADS)
         # Seeds differ by more.
-        assert measured <= loss_of(CodecSpec.parse(codec), period) + 2e-3, (codec, period, measured)
+        assert measured <= loss_of(CodecSpec.parse(codec), period, 4) + 2e-3, (codec, period, measured)
 
 
 def test_levels_allow_what_was_measured_within_their_limit() -> None:

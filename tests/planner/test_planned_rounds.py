@@ -26,7 +26,7 @@ from cgx_ray.plan import (
 )
 from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.fidelity import PERIOD_LOSSES, PERIOD_REPLICAS, Fidelity, loss_of, period_loss, periods_of
+from cgx_ray.planner.fidelity import PERIOD_LOSSES, PERIODS, Fidelity, loss_of, period_loss, periods_of
 from cgx_ray.planner.joint import MAX_ERROR, best_round
 from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
 
@@ -67,8 +67,8 @@ def test_a_step_of_a_round_takes_its_compute_and_its_share_of_the_exchange(perio
     assert round_.codec_s == pytest.approx(step.codec_s / period)
     assert step.efficiency is not None
     # The larger loss counts.
-    assert round_.efficiency == pytest.approx(min(step.efficiency, 1 / PERIOD_LOSSES[period]))
-    assert round_.loss == max(step.loss or math.inf, PERIOD_LOSSES[period])
+    assert round_.efficiency == pytest.approx(min(step.efficiency, 1 / PERIOD_LOSSES[4][period]))
+    assert round_.loss == max(step.loss or math.inf, PERIOD_LOSSES[4][period])
     assert round_.plan(version=3, world_size=4).period == period
     assert round_.describe().endswith(f", every {period} steps")
 
@@ -154,7 +154,7 @@ def test_a_codec_and_a_period_lose_no_more_together_than_balanced_allows() -> No
     measured = _measured(0.001, gain={f"qsgd:bits={bits},bucket_size=128": 0.99 for bits in (2, 3, 4)})
     chosen = _chosen(Adaptive(fidelity="balanced"), measured)
     assert chosen.period > 1
-    assert all(loss_of(option.codec, chosen.period) <= 1.05 for option in chosen.options)
+    assert all(loss_of(option.codec, chosen.period, 4) <= 1.05 for option in chosen.options)
     assert 0.9 < (chosen.efficiency or 0.0) <= 1
 
 
@@ -164,7 +164,7 @@ def test_more_replicas_get_a_shorter_period_since_they_lose_more() -> None:
         network = replace(_measured(0.001).network, num_nodes=replicas)
         chosen[replicas] = _chosen(Adaptive(fidelity="balanced"), _measured(0.001, network=network))
         assert (chosen[replicas].loss or math.inf) <= 1.05
-        assert chosen[replicas].period == max(one for one in (1, *PERIOD_LOSSES) if period_loss(one, replicas) <= 1.05)
+        assert chosen[replicas].period == max(one for one in (1, *PERIODS) if period_loss(one, replicas) <= 1.05)
     assert chosen[2].period > chosen[16].period > chosen[256].period == 1
 
 
@@ -181,11 +181,12 @@ def test_losses_of_periods_grow_with_the_period_and_with_the_number_of_replicas(
     assert periods_of("strict") == (1,)
     for period in range(1, 100):
         assert period_loss(period, 1) == 1.0
-        losses = [period_loss(period, replicas) for replicas in range(1, 100)]
-        assert losses == sorted(losses)
-        assert period_loss(period) >= period_loss(period - 1 or 1)
+        by_replicas = [period_loss(period, replicas) for replicas in range(1, 100)]
+        assert by_replicas == sorted(by_replicas)
+        assert period_loss(period, 4) >= period_loss(period - 1 or 1, 4)
     assert period_loss(1, 100) == 1.0
-    assert {period: period_loss(period, PERIOD_REPLICAS) for period in PERIOD_LOSSES} == PERIOD_LOSSES
+    for replicas, losses in PERIOD_LOSSES.items():
+        assert {period: period_loss(period, replicas) for period in PERIODS} == losses
 
 
 @pytest.mark.parametrize("periods", [3, (3,), (0,), "auto"])

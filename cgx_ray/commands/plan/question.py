@@ -11,7 +11,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec, check_period, spoken
 from cgx_ray.planner.candidates import efficiency
 from cgx_ray.planner.cost import Link, check_positive
-from cgx_ray.planner.fidelity import PERIOD_LOSSES, period_loss
+from cgx_ray.planner.fidelity import PERIODS, period_loss
 from cgx_ray.planner.models import ModelDescription, load_model
 from cgx_ray.planner.profile import Profile, load_profile
 from cgx_ray.planner.scenario import (
@@ -170,7 +170,7 @@ def _read_price(price: float | None, batch: int, samples: int | None) -> Price |
 def _read_periods(text: str) -> tuple[int, ...]:
     """Return the periods to choose from."""
     if text == "auto":
-        return (1, *PERIOD_LOSSES)
+        return (1, *PERIODS)
     try:
         period = int(text)
     except ValueError:
@@ -208,7 +208,7 @@ def _about_codecs(scenario: Scenario, measured: Profile, given: Mapping[str, flo
         )
     if scenario.periods != (1,):
         replicas = scenario.network.num_workers
-        lost = ", ".join(f"{period_loss(period, replicas) - 1:.1%} every {period}" for period in PERIOD_LOSSES)
+        lost = ", ".join(f"{period_loss(period, replicas) - 1:.1%} every {period}" for period in PERIODS)
         assumptions.append(
             f"exchanges of {replicas} replicas every few steps cost as much loss as a small GPT's ({lost} steps): see "
             "docs/period.md"

@@ -41,7 +41,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Given, Option, Scheme, make_plan
 from cgx_ray.planner.candidates import FREE, offloaded
 from cgx_ray.planner.fidelity import (
-    PERIOD_LOSSES,
+    PERIODS,
     USUAL_MIN_GAIN,
     Fidelity,
     codecs_of,
@@ -100,9 +100,9 @@ class Adaptive(Policy):
             object.__setattr__(self, "periods", usual)
             if self.max_loss is None and self.candidates is None and self.fidelity == Fidelity.BALANCED:
                 object.__setattr__(self, "max_loss", Fidelity.BALANCED.max_loss)
-        elif not isinstance(self.periods, tuple | list) or not {*self.periods} <= {1, *PERIOD_LOSSES}:
+        elif not isinstance(self.periods, tuple | list) or not {*self.periods} <= {1, *PERIODS}:
             raise ConfigError(
-                f"periods {self.periods!r} is not allowed; give some of {', '.join(map(str, (1, *PERIOD_LOSSES)))}, "
+                f"periods {self.periods!r} is not allowed; give some of {', '.join(map(str, (1, *PERIODS)))}, "
                 "such as (1, 4, 8)"
             )
         if self.candidates is None:
