@@ -62,7 +62,7 @@ def period_loss(period: int, replicas: int) -> float:
 def loss_of(codec: CodecSpec, period: int, replicas: int) -> float:
     """Return the loss over dense's of `codec` in rounds of `period` steps; inf if that of the codec was not measured.
 
-    That is the larger of what either loses by itself: together they lose no more, as bench/data/periods_4_ranks.json shows.
+    That is the larger of what either loses by itself: together they lose no more (bench/data/periods_4_ranks.json).
     """
     cost = codec.record.losses.get(str(codec))
     return max(period_loss(period, replicas), cost.worst if cost is not None else 1.0 if codec == NONE else math.inf)
