@@ -54,25 +54,27 @@ def _read(folder: Path) -> RunRecord:
     return record
 
 
-def _seconds(name: str) -> Callable[[dict[str, Any]], str]:
-    return lambda run: format_seconds(run[name]) if run[name] is not None else "-"
+def _seconds(name: str, known_by: Callable[[dict[str, Any]], str]) -> Callable[[dict[str, Any]], str]:
+    return lambda run: f"{format_seconds(run[name])} ({known_by(run)})" if run[name] is not None else "-"
 
 
 def _number(name: str, form: str) -> Callable[[dict[str, Any]], str]:
     return lambda run: format(run[name], form) if run[name] is not None else "-"
 
 
-def _predicted(run: dict[str, Any]) -> str:
-    return ", predicted" if run["is_predicted"] else ""
+def _known_by(run: dict[str, Any]) -> str:
+    return "predicted" if run["is_predicted"] else "measured"
+
+
+def _speed_up(run: dict[str, Any]) -> str:
+    return f"{run['speed_up']:.2f}x ({_known_by(run)})" if run["speed_up"] is not None else "-"
 
 
 _ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "steps after the first": _number("num_steps", "d"),
-    "time per step": _seconds("step_s"),
-    "a dense step": lambda run: _seconds("dense_step_s")(run) + _predicted(run),
-    "speed-up of the run": lambda run: (
-        f"{run['speed_up']:.2f}x{_predicted(run)}" if run["speed_up"] is not None else "-"
-    ),
+    "time per step": _seconds("step_s", lambda run: "measured"),
+    "a dense step": _seconds("dense_step_s", _known_by),
+    "speed-up of the run": _speed_up,
     "loss at the end": _number("loss", ".4g"),
     "validation loss": _number("validation_loss", ".4g"),
     "expected loss over dense's": _number("expected_loss", ".3f"),

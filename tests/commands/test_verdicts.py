@@ -142,7 +142,11 @@ def test_two_runs_are_compared_side_by_side(tmp_path: Path) -> None:
     found = json.loads(path.read_text())
     assert said.splitlines()[0] == f"a step of quantized is {found['step_ratio']:.2f}x faster than one of dense_run"
     assert [run["plan"] for run in found["runs"]] == ["dense", QSGD]
-    assert f"{found['runs'][1]['speed_up']:.2f}x, predicted" in said
+    rows = {line[:28].strip(): line[28:] for line in said.splitlines()}
+    assert rows["time per step"].count("(measured)") == 2
+    # The first run was dense throughout.
+    for row in ("a dense step", "speed-up of the run"):
+        assert rows[row].index("(measured)") < rows[row].index("(predicted)"), rows[row]
     for row in ("time per step", "loss at the end", "expected loss over dense's", "plan at the end"):
         assert row in said
     assert said.splitlines()[-1].startswith("no loss was reported; attachment.observe(loss=loss) ")
