@@ -424,6 +424,7 @@ class ControlLoop:
             measured=measured,
             situation=situation,
             made_by=made_by,
+            on_one_node=self._events.is_on_one_node(state.plan),
             step=at.step,
             time_s=at.time_s,
         )
