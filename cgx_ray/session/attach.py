@@ -184,6 +184,8 @@ def _check_given(
     if policy is None and not means_static(given) and (lost := sorted(given)):
         wanted = "it to CGXConfig, which decides in Ray Train" if in_ray else "policy='adaptive', or another one"
         raise ConfigError(f"attach got {lost[0]} without a policy that has it; give {wanted}")
+    if not isinstance(plan, Plan | None):
+        raise ConfigError(f"plan {plan!r} is not allowed; give a Plan, such as one of make_plan, or a codec as codec=")
     if plan is not None and (given or policy is not None):
         raise ConfigError(
             "attach got a plan and a policy, codec, scheme, intra or period, which the plan already sets; give one of "
