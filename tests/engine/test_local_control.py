@@ -279,6 +279,28 @@ def test_a_plan_that_compresses_between_nodes_is_called_dense_on_one_node(tmp_pa
     assert '"expected_loss": 1.0,' in shown.output
 
 
+def write_nowhere(rank: int, folder: str) -> list[str]:
+    said = log_lines()
+    logging.getLogger("cgx_ray").setLevel(logging.INFO)
+    trained = Trained(rank)
+    attachment = cgx_ray.attach(trained.model, codec="qsgd", folder=folder)
+    end_s = time.monotonic() + 4 * REPORT_S
+    trained.train_until(attachment, lambda: time.monotonic() > end_s)
+    attachment.close()
+    return said
+
+
+@pytest.mark.fault("a folder that cannot be written", "no journal, and no line promises one")
+def test_a_folder_that_cannot_be_written_is_promised_by_no_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    said, _ = run_ranks(2, write_nowhere, str(tmp_path / "file" / "run"))
+    (start,) = (line for line in said if "go through cgx_ray on 2 ranks" in line)
+    assert "; no journal, which cannot be written ([Errno 20] Not a directory: " in start
+    (end,) = (line for line in said if "There is no journal: " in line)
+    assert " per step on average" in end or "how fast dense would be is not known" in end
+    assert "cgx-ray report" not in end
+
+
 def refused(rank: int, folder: str) -> list[str]:
     trained = Trained(rank)
     plan = cgx_ray.make_plan(cgx_ray.layers_of(trained.model), version=0, world_size=2)

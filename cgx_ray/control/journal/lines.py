@@ -39,6 +39,7 @@ from cgx_ray.planner.candidates import CodecCosts
 from cgx_ray.planner.fidelity import expected_loss
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.prediction import Measured, groups_of
+from cgx_ray.units import format_count
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class Journal:
 
     def _lose(self, why: str) -> None:
         if self.num_errors == 0:
-            logger.warning("decisions are no longer written to %s: %s; training goes on", self.path, why)
+            logger.warning("decisions are not written to %s: %s; training goes on", self.path, why)
         self.num_errors += 1
 
 
@@ -138,6 +139,15 @@ class QueuedJournal(Journal):
 def _ends_in_mid_line(file: int) -> bool:
     size = os.fstat(file).st_size
     return size > 0 and os.pread(file, 1, size - 1) != b"\n"
+
+
+def report_hint(journal: Journal) -> str:
+    """Return where to read more of a run."""
+    lost = f"{format_count(journal.num_errors, 'line')} of the journal could not be written"
+    if journal.num_errors and not os.path.isfile(journal.path):
+        return f"There is no journal: {lost}"
+    hint = f"Report: cgx-ray report {journal.path.parent}"
+    return f"{hint} ({lost})" if journal.num_errors else hint
 
 
 def start_entry(

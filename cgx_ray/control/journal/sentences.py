@@ -233,8 +233,3 @@ class RunTotals:
         elif self.is_static:
             why = f"as policy static keeps it; {1 - compute:.0%} of a step is not compute, so policy adaptive may help"
         return f"{DENSE} {100 * self.in_dense_s / self.steps_s:.0f} % of the time: {why}"
-
-
-def report_hint(folder: object) -> str:
-    """Return where to read more of a run."""
-    return f"Report: cgx-ray report {folder}"
