@@ -40,7 +40,6 @@ from cgx_ray.session.settings import (
     Off,
     Settings,
     means_static,
-    of_variable,
     policy_variable,
 )
 from cgx_ray.torch_compat import longest_timeout_s, uncompiled
@@ -48,7 +47,7 @@ from cgx_ray.torch_compat import longest_timeout_s, uncompiled
 logger = logging.getLogger(__name__)
 
 # `Attachment.trace` does what `trace_steps` does.
-_SETTINGS = {field.name for field in fields(Settings)} - {"trace_steps"}
+_SETTINGS = {field.name for field in fields(Settings)} - {"trace_steps", "overruled_by"}
 # Settings that make plans. Those of a Ray Train worker come from the controller.
 _OF_PLANS = ("overrides", "exclude", "group_bytes")
 
@@ -243,7 +242,7 @@ def _attach(
             if process.session is None and plan is None and (settings.decides or folder is not None):
                 if _is_fsdp2(model):
                     said = "FSDP2 models keep one codec, nothing is decided; leave policy and folder out"
-                    raise ConfigError(said + (of_variable(settings.chosen_policy) if settings.decides else ""))
+                    raise ConfigError(said + (settings.of_variable if settings.decides else ""))
                 control = make_control(settings, folder, model, world.gather)
                 undo.callback(control.close)
             session = control or (process.session if asks_controller else None)

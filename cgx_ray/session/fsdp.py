@@ -26,7 +26,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.plan import BUILT_IN, CODECS_OF_SCHEME, CodecSpec, Device, Intra, Plan, Scheme
 from cgx_ray.session.agree import GatheredGroup, agree, connect
 from cgx_ray.session.attachment import process
-from cgx_ray.session.settings import Settings, of_variable
+from cgx_ray.session.settings import Settings
 from cgx_ray.torch_compat import FSDPParamGroup, is_nccl_group
 from cgx_ray.units import format_count
 
@@ -156,7 +156,7 @@ def _check(
     """Return the codec of gradients and that of parameters, None if they are not compressed."""
     chosen = settings.chosen_policy
     if plan is not None or not isinstance(chosen, Static):
-        given = "a plan" if plan is not None else f"policy {chosen!r}{of_variable(chosen)}"
+        given = "a plan" if plan is not None else f"policy {chosen!r}{settings.of_variable}"
         raise ConfigError(
             f"attach got an FSDP2 model and {given}; this version takes one codec for the whole model: give attach a "
             f"`codec`, or CGXConfig policy='static' and a codec"
