@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from cgx_ray.commands.options import console_for, json_option
+from cgx_ray.commands.options import RunFolder, console_for, json_option
 from cgx_ray.commands.report import describe_run
 from cgx_ray.errors import ConfigError
 from cgx_ray.report.record import RunRecord, load_run
@@ -17,7 +17,7 @@ from cgx_ray.report.show import new_table, print_line, write_json
 from cgx_ray.units import format_seconds
 from cgx_ray.untrusted import printable
 
-_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+_FOLDER = RunFolder(exists=True, file_okay=False, path_type=Path)
 
 
 @click.command()
@@ -27,8 +27,8 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 def compare(first: Path, second: Path, json_path: str | None) -> None:
     """Compare two runs: time per step, loss and plans side by side.
 
-    A and B are folders of runs, each with its journal decisions.jsonl or with steps.jsonl. They should have trained the
-    same model, for the same number of steps if their losses are compared.
+    A and B are folders of runs, or their journals: each has decisions.jsonl or steps.jsonl. They should have trained
+    the same model, for the same number of steps if their losses are compared.
     """
     records = [_read(folder) for folder in (first, second)]
     found = [describe_run(record) for record in records]

@@ -14,7 +14,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from rich.console import Console
 
 from cgx_ray.commands.cluster import NoClusterError, address_option, connect
-from cgx_ray.commands.options import FILE, console_for
+from cgx_ray.commands.options import FILE, RunFolder, console_for
 from cgx_ray.control.live_state import NAMESPACE, run_of_actor
 from cgx_ray.errors import ConfigError
 from cgx_ray.report.live_screen import draw_view, make_screen
@@ -33,7 +33,7 @@ _PICTURE_COLUMNS = 80
 
 
 @click.command()
-@click.argument("run", required=False)
+@click.argument("run", required=False, type=RunFolder(readable=False))
 @address_option
 @click.option("--once", is_flag=True, help="Show the training once and end.")
 @click.option("--svg", type=FILE, metavar="FILE", help="Write the last view as a picture.")
