@@ -178,7 +178,7 @@ def _train(run: RunRequest, cluster: Cluster, options: DemoOptions, scene: _Scen
         if record.end is None:
             cluster.check()
             time.sleep(_POLL_S)
-    scene.status = "ending"
+    scene.status = f"ending the {run.name} run"
     scene.show(screen)
 
 

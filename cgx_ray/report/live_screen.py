@@ -65,11 +65,12 @@ class LiveScreen:
 
 
 class PlainScreen:
-    """A line every few seconds, and one per decision when it is made."""
+    """A line every few seconds, and one per decision when it is made. The last step of a run has a line too."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._last_print = 0.0
+        self._last_step: tuple[str, int | None] | None = None
         self._status = ""
         self._last_decision: dict[str, DecisionLine] = {}
 
@@ -90,8 +91,10 @@ class PlainScreen:
         for line in self._new_decisions(view):
             self._print(f"{view.name}: decided at step {line.step}: {line.text}")
         now = time.monotonic()
-        if view.ranks and now - self._last_print >= _PLAIN_INTERVAL_S:
-            self._last_print = now
+        step = view.name, view.step
+        is_due = now - self._last_print >= _PLAIN_INTERVAL_S if view.is_running else step != self._last_step
+        if view.ranks and is_due:
+            self._last_print, self._last_step = now, step
             self._print(plain_line(view))
 
     def _new_decisions(self, view: LiveView) -> list[DecisionLine]:

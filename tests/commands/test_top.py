@@ -85,6 +85,17 @@ def test_a_name_from_a_user_steers_no_terminal_and_is_no_markup(tmp_path: Path) 
     assert "[bold red]run[/]" in file.getvalue()
 
 
+def test_the_last_step_of_a_run_has_a_line_where_there_is_no_terminal(tmp_path: Path) -> None:
+    view = view_of_controller(asked(trained(tmp_path), tmp_path))
+    file = io.StringIO()
+    screen = PlainScreen(Console(file=file, width=200))
+    # In less than the seconds between two lines.
+    for step, is_running in ((1, True), (2, True), (3, False), (3, False)):
+        screen.update([replace(view, step=step, is_running=is_running)], "")
+    steps = [line for line in file.getvalue().splitlines() if line.startswith("my run: step ")]
+    assert [line.partition("  ")[0] for line in steps] == ["my run: step 1", "my run: step 3"]
+
+
 def test_of_many_ranks_the_slowest_are_shown(tmp_path: Path) -> None:
     view = view_of_controller(asked(trained(tmp_path), tmp_path))
     ranks = tuple(replace(view.ranks[0], name=f"rank {rank}", step_s=1.0 + rank) for rank in range(64))
