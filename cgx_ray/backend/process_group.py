@@ -130,17 +130,12 @@ class CgxProcessGroup(dist.ProcessGroup):
     def _log_start(self, other: str) -> None:
         """Log what begins. `other`: the backend that runs the rest."""
         show_lines()
-        size, codec = format_count(self.size(), "rank"), self._options.option.describe()
-        if self._thread is None:
-            logger.info("backend cgx on %s: nothing is compressed (%s)", size, codec)
-        else:
-            logger.info(
-                "backend cgx on %s: %s for sums and averages of float tensors from %s on, %s for the rest",
-                size,
-                codec,
-                format_count(self._options.min_numel, "element"),
-                other,
-            )
+        does = "nothing is compressed"
+        if self._thread is not None:
+            least = format_count(self._options.min_numel, "element")
+            codec = self._options.option.describe()
+            does = f"{codec} for sums and averages of float tensors from {least} on, {other} for the rest"
+        logger.info("backend cgx on %s: %s", format_count(self.size(), "rank"), does)
 
     @property
     def is_compressing(self) -> bool:

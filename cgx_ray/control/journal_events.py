@@ -53,8 +53,6 @@ class JournalEvents:
         self._sampled_s: float | None = None
         self._last_step = -1
         self._reported_s: dict[str, float] = {}
-        # Ranks that share memory on the node that has reported last.
-        self._num_local = 1
         self._is_quiet = False
         self.start_group()
 
@@ -64,6 +62,8 @@ class JournalEvents:
         self._num_fault_lines = 0
         self._policy_errors: set[type[Exception]] = set()
         self._weight_drift = 0.0
+        # Ranks that share memory on the node that has reported last.
+        self._num_local = 1
 
     def start(self, policy: Policy, state: WorkerGroupState, registration: Registration, time_s: float) -> None:
         """Write the first line of a worker group, once."""
