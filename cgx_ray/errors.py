@@ -2,9 +2,15 @@
 
 import difflib
 import errno
+import functools
+import inspect
+import operator
 import os
 import resource
 from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
 
 
 class CGXError(Exception):
@@ -72,16 +78,33 @@ def limit_met(error: BaseException) -> str | None:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return which of `known` is most like `name`; "" if none is like it."""
-    names = list(known)
-    # "sar" is not close to "sra", as short names never are.
-    swapped = [one for one in names if sorted(one) == sorted(name)]
-    return next(iter(swapped or difflib.get_close_matches(name, names, n=1, cutoff=0.7)), "")
+    names, given = list(known), name.lower()
+    # To difflib, neither "sar" nor "srq" is close to "sra", as short names never are.
+    swapped = [one for one in names if sorted(one) == sorted(given)]
+    replaced = [one for one in names if len(one) == len(given) > 2 and sum(map(operator.ne, one, given)) == 1]
+    return next(iter(swapped or replaced or difflib.get_close_matches(given, names, n=1, cutoff=0.7)), "")
 
 
 def unknown(what: str, name: object, known: Sequence[str]) -> str:
     """Say that `name` is none of `known`, which one it may be, and which there are. `what`: as "codec"."""
     near = nearest(str(name), map(str, known))
     return f"unknown {what} {name!r}; {f'did you mean {near!r}? ' if near else ''}known: {', '.join(known)}"
+
+
+def names_arguments(cls: type[_T]) -> type[_T]:
+    """Decorate a dataclass: an argument that it does not take is a ConfigError, which names the most similar one."""
+    make = cls.__init__
+    known = [name for name in inspect.signature(make).parameters if name != "self"]
+
+    @functools.wraps(make)
+    def check(self: _T, *values: Any, **arguments: Any) -> None:
+        for name in arguments:
+            if name not in known:
+                raise ConfigError(f"{cls.__name__} got {unknown('argument', name, known)}")
+        make(self, *values, **arguments)
+
+    setattr(cls, "__init__", check)  # noqa: B010 - mypy lets no method be replaced
+    return cls
 
 
 def listed(names: Sequence[str]) -> str:

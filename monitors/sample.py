@@ -203,18 +203,6 @@ class StepSample(StepValues):
     lag_s: Annotated[Mapping[int, float], reductions.PER_RANK] = field(default_factory=dict)
     weight_drift: Annotated[float | None, reductions.SAME_IN_NODE] = None
 
-    def as_metrics(self) -> dict[str, float]:
-        """Return the numbers that `Attachment.metrics` gives to loggers."""
-        values = {
-            "step_s": self.step_s,
-            "compute_s": self.compute_s,
-            "wire_mb": self.wire_bytes / 1e6,
-            "dense_mb": self.dense_bytes / 1e6,
-            "period": self.num_steps,
-            "plan": self.plan_version,
-        }
-        return {f"cgx_ray/{name}": float(value) for name, value in values.items()}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStep:

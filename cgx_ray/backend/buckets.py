@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -30,6 +31,9 @@ from cgx_ray.torch_compat import (
     is_in_forward,
     uncompiled,
 )
+from cgx_ray.units import format_count
+
+logger = logging.getLogger(__name__)
 
 Run = tuple[int, int]  # elements [start, stop)
 # Parts of a tensor by the option that reduces them, in ascending order. None: Gloo reduces them, uncompressed.
@@ -87,6 +91,11 @@ def register_model(model: nn.Module, plan: Plan | None = None) -> None:
         if _registry.model is not None:
             _registry.model.forget()
         _registry.model = registered
+        if model.process_group.rank() == 0:
+            layers = layers_of(model)
+            size = sum(layer.dense_bytes for layer in layers) / 1e6
+            under = f" under {plan.describe()}" if plan is not None else ""
+            logger.info("backend cgx: %s, %.3g MB, registered%s", format_count(len(layers), "layer"), size, under)
     elif dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
             f"register_model got a {type(model).__name__}; wrap it first, with "

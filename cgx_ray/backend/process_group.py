@@ -18,8 +18,10 @@ from cgx_ray.backend.reduce_thread import ReduceThread
 from cgx_ray.backend.work import CompressedWork, ExactPart
 from cgx_ray.collectives.transport.vendor_group import gpu_address
 from cgx_ray.errors import ConfigError
+from cgx_ray.logs import show_lines
 from cgx_ray.plan import NONE
 from cgx_ray.torch_compat import nccl_backend, number_collectives, set_backends
+from cgx_ray.units import format_count
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +124,18 @@ class CgxProcessGroup(dist.ProcessGroup):
         self._thread: ReduceThread | None = None
         if world_size > 1 and cgx_options.option.codec != NONE:
             self._thread = ReduceThread(self, store, options.timeout.total_seconds())
+        if rank == 0:
+            self._log_start("NCCL" if nccl is not None else "Gloo")
+
+    def _log_start(self, other: str) -> None:
+        """Log what begins. `other`: the backend that runs the rest."""
+        show_lines()
+        does = "nothing is compressed"
+        if self._thread is not None:
+            least = format_count(self._options.min_numel, "element")
+            codec = self._options.option.describe()
+            does = f"{codec} for sums and averages of float tensors from {least} on, {other} for the rest"
+        logger.info("backend cgx on %s: %s", format_count(self.size(), "rank"), does)
 
     @property
     def is_compressing(self) -> bool:

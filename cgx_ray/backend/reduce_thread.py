@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
@@ -20,12 +21,35 @@ from cgx_ray.engine.thread import WorkThread
 from cgx_ray.errors import CGXError
 from cgx_ray.plan import Option
 from cgx_ray.runtime_ext.streams import streams_of
+from cgx_ray.units import format_count
 
 logger = logging.getLogger(__name__)
 
 SEED = 0
 # Exchanges to keep, of the latest sizes. DDP has few sizes, but a caller with ever new ones must not fill the memory.
 MAX_EXCHANGES = 64
+
+
+class Totals:
+    """Sums over the compressed all-reduces of a rank. Bytes are what this rank sends, dense ones what it would."""
+
+    def __init__(self, *, is_logged: bool) -> None:
+        self.num_reduced = 0
+        self.wire_bytes = 0
+        self.dense_bytes = 0.0
+        self._is_logged = is_logged
+        if is_logged:
+            atexit.register(self.end)
+
+    def end(self) -> None:
+        """Log the sums once: here, or at Python's end."""
+        if not self._is_logged:
+            return
+        self._is_logged = False
+        atexit.unregister(self.end)
+        wire, dense = (f"{sent / 1e6:.3g} MB" for sent in (self.wire_bytes, self.dense_bytes))
+        sent = f"; a rank sent {wire} in them, uncompressed {dense}" if self.num_reduced else ""
+        logger.info("backend cgx: %s compressed%s", format_count(self.num_reduced, "all-reduce"), sent)
 
 
 class ReduceThread:
@@ -43,6 +67,7 @@ class ReduceThread:
         self._failure: CGXError | None = None
         closed = "this process group is shut down; make a new one to reduce further tensors"
         self._thread = WorkThread("cgx-ray-backend", self._run, self._mesh.close, closed=closed)
+        self._totals = Totals(is_logged=group.rank() == 0)
 
     def submit(self, work: CompressedWork) -> CompressedWork:
         self._thread.put(work, f"rank {self._group.rank()}")
@@ -52,6 +77,7 @@ class ReduceThread:
         """Finish what was submitted, then hang up."""
         self._thread.end()
         self._mesh.close()
+        self._totals.end()
 
     def abort(self) -> None:
         """Hang up at once."""
@@ -87,6 +113,7 @@ class ReduceThread:
             average_N = parts[0] if is_in_place else self._gather(parts)
             stamp = Stamp(plan_version=0, step=step, group=index, codec=option.codec.name)
             self._exchange(option, average_N, stamp)
+            self._totals.dense_bytes += 2 * (1 - 1 / self._group.size()) * average_N.numel() * tensor_N.element_size()
             if work.op == dist.ReduceOp.SUM:
                 # In float32, so that the copy below is Inf only if float16 cannot represent the sum.
                 average_N.mul_(self._group.size())
@@ -95,6 +122,7 @@ class ReduceThread:
                     part.copy_(averaged)
         if work.exact is not None:
             work.exact.finish(tensor_N)
+        self._totals.num_reduced += 1
 
     def _gather(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the parts beside each other as float32, in a buffer that the next call overwrites."""
@@ -125,6 +153,7 @@ class ReduceThread:
         if len(self._exchanges) > MAX_EXCHANGES:
             del self._exchanges[next(iter(self._exchanges))]
         exchange.run(average_N, None, stamp, SEED, Phases())
+        self._totals.wire_bytes += exchange.sent_bytes
 
     def _fail(self, error: BaseException, step: int) -> None:
         """Refuse all later works: after an error the messages of the ranks no longer fit each other."""

@@ -24,11 +24,18 @@ _LOOK_S = 0.1
 # Words of Ray's log that say early what its error, 10 s later, does not.
 _REFUSED, _NO_RAY = "InvalidAuthToken", "Failed to get cluster ID"
 
+
+class NoClusterError(ConfigError):
+    """Nothing answers at an address, or not yet."""
+
+
 address_option = click.option("--address", default="auto", show_default=True, help="Address of a running Ray cluster.")
 
 
 def connect(address: str) -> None:
     """Connect to the Ray cluster at `address`. Raises ConfigError that says why it cannot; Ray's own log is not shown.
+
+    That is a NoClusterError if a cluster that starts may yet be there.
 
     Ray tries again for long and says the reason in its log only, so that is read meanwhile.
     """
@@ -43,7 +50,7 @@ def connect(address: str) -> None:
         # Ray's own one ends the process inside its C++ code, which aborts.
         signal.signal(signal.SIGTERM, handler)
     except OSError as error:
-        raise ConfigError(f"no Ray cluster at {address!r} ({error}); start one, or give its --address") from error
+        raise NoClusterError(f"no Ray cluster at {address!r} ({error}); start one, or give its --address") from error
 
 
 class _Connecting:

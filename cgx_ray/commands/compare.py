@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from cgx_ray.commands.options import console_for, json_option
+from cgx_ray.commands.options import RunFolder, console_for, json_option
 from cgx_ray.commands.report import describe_run
 from cgx_ray.errors import ConfigError
 from cgx_ray.report.record import RunRecord, load_run
@@ -17,7 +17,7 @@ from cgx_ray.report.show import new_table, print_line, write_json
 from cgx_ray.units import format_seconds
 from cgx_ray.untrusted import printable
 
-_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+_FOLDER = RunFolder(exists=True, file_okay=False, path_type=Path)
 
 
 @click.command()
@@ -27,8 +27,8 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 def compare(first: Path, second: Path, json_path: str | None) -> None:
     """Compare two runs: time per step, loss and plans side by side.
 
-    A and B are folders of runs, each with its journal decisions.jsonl or with steps.jsonl. They should have trained the
-    same model, for the same number of steps if their losses are compared.
+    A and B are folders of runs, or their journals: each has decisions.jsonl or steps.jsonl. They should have trained
+    the same model, for the same number of steps if their losses are compared.
     """
     records = [_read(folder) for folder in (first, second)]
     found = [describe_run(record) for record in records]
@@ -54,25 +54,27 @@ def _read(folder: Path) -> RunRecord:
     return record
 
 
-def _seconds(name: str) -> Callable[[dict[str, Any]], str]:
-    return lambda run: format_seconds(run[name]) if run[name] is not None else "-"
+def _seconds(name: str, known_by: Callable[[dict[str, Any]], str]) -> Callable[[dict[str, Any]], str]:
+    return lambda run: f"{format_seconds(run[name])} ({known_by(run)})" if run[name] is not None else "-"
 
 
 def _number(name: str, form: str) -> Callable[[dict[str, Any]], str]:
     return lambda run: format(run[name], form) if run[name] is not None else "-"
 
 
-def _predicted(run: dict[str, Any]) -> str:
-    return ", predicted" if run["is_predicted"] else ""
+def _known_by(run: dict[str, Any]) -> str:
+    return "predicted" if run["is_predicted"] else "measured"
+
+
+def _speed_up(run: dict[str, Any]) -> str:
+    return f"{run['speed_up']:.2f}x ({_known_by(run)})" if run["speed_up"] is not None else "-"
 
 
 _ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "steps after the first": _number("num_steps", "d"),
-    "time per step": _seconds("step_s"),
-    "a dense step": lambda run: _seconds("dense_step_s")(run) + _predicted(run),
-    "speed-up of the run": lambda run: (
-        f"{run['speed_up']:.2f}x{_predicted(run)}" if run["speed_up"] is not None else "-"
-    ),
+    "time per step": _seconds("step_s", lambda run: "measured"),
+    "a dense step": _seconds("dense_step_s", _known_by),
+    "speed-up of the run": _speed_up,
     "loss at the end": _number("loss", ".4g"),
     "validation loss": _number("validation_loss", ".4g"),
     "expected loss over dense's": _number("expected_loss", ".3f"),

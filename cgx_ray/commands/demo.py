@@ -86,6 +86,7 @@ def _run(options: DemoOptions, json_path: str | None, *, num_bench_rounds: int) 
     console = console_for(json_path)
     result = run_demo(options, console)
     print_summary(console, result.dense, result.decided, result.link)
+    print_line(console, "drawing the picture and the report", style="dim")
     picture = options.out / "demo.png"
     records = [result.dense] if result.decided is None else [result.dense, result.decided]
     title = (

@@ -17,6 +17,8 @@ from cgx_ray.report.show import STANDARD_OUTPUT
 # Columns of a pipe or file, more than any table has: rich takes 80 there, and would break long names in two.
 _FILE_COLUMNS = 1000
 
+_FILES_OF_RUNS = ("decisions.jsonl", "steps.jsonl")
+
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
@@ -34,6 +36,15 @@ class _OutFile(click.Path):
         if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
             self.fail(f"{value} cannot be written: {folder} is no folder to write to; give another", param, ctx)
         return path
+
+
+class RunFolder(click.Path):
+    """The folder of a run. One of its files, such as the journal, stands for it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(os.fsdecode(value))
+        is_file = path.name in _FILES_OF_RUNS and path.is_file()
+        return super().convert(str(path.parent) if is_file else value, param, ctx)
 
 
 def check_plots() -> None:

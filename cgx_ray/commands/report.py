@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from cgx_ray.commands.options import FILE, PICTURE, check_plots, console_for, json_option, plot_option
+from cgx_ray.commands.options import FILE, PICTURE, RunFolder, check_plots, console_for, json_option, plot_option
 from cgx_ray.control.journal.sentences import RunTotals
 from cgx_ray.errors import ConfigError
 from cgx_ray.report.live_view import broken_note
@@ -30,7 +30,7 @@ from cgx_ray.units import format_count
 
 
 @click.command()
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("run_dir", metavar="RUN", type=RunFolder(path_type=Path))
 @click.option(
     "--events",
     type=click.Path(path_type=Path),
@@ -52,8 +52,9 @@ def report(
 ) -> None:
     """Explain a run: where its time went, its decisions and predictions, and what to try next.
 
-    RUN is the folder <storage path>/<run name> of a run with CGXConfig, or a folder of several runs, such as a demo's,
-    which are compared. Training may still go on. Prints the verdict; writes a page that works offline, and a picture.
+    RUN is the folder <storage path>/<run name> of a run with CGXConfig, or its journal decisions.jsonl, or a folder of
+    several runs, such as a demo's, which are compared. Training may still go on. Prints the verdict; writes a page that
+    works offline, and a picture.
     """
     folder, console = run_dir.resolve(), console_for(json_path)
     check_plots()

@@ -13,8 +13,8 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from rich.console import Console
 
-from cgx_ray.commands.cluster import address_option, connect
-from cgx_ray.commands.options import FILE, console_for
+from cgx_ray.commands.cluster import NoClusterError, address_option, connect
+from cgx_ray.commands.options import FILE, RunFolder, console_for
 from cgx_ray.control.live_state import NAMESPACE, run_of_actor
 from cgx_ray.errors import ConfigError
 from cgx_ray.report.live_screen import draw_view, make_screen
@@ -33,7 +33,7 @@ _PICTURE_COLUMNS = 80
 
 
 @click.command()
-@click.argument("run", required=False)
+@click.argument("run", required=False, type=RunFolder(readable=False))
 @address_option
 @click.option("--once", is_flag=True, help="Show the training once and end.")
 @click.option("--svg", type=FILE, metavar="FILE", help="Write the last view as a picture.")
@@ -41,15 +41,13 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
     """Watch a running training: ranks, links, plan and decisions, until it ends.
 
     RUN is the name of a run on the cluster, which may be left out if there is only one, or the folder <storage
-    path>/<run name>, which needs no cluster. Waits for a run that has not begun.
+    path>/<run name>, which needs no cluster. Waits for a run that has not begun, and for Ray to start.
     """
     console = console_for(None)
     if run is not None and _is_path(run) and not Path(run).is_dir():
         raise ConfigError(f"no such folder: {run}; give <storage path>/<run name>, or the name of a run on the cluster")
     record = RunRecord(Path(run).resolve()) if run is not None and Path(run).is_dir() else None
-    if record is None:
-        connect(address)
-    views = _views_of_record(record) if record is not None else _views_of_run(run, waits=not once)
+    views = _views_of_record(record) if record is not None else _views_of_cluster(address, run, waits=not once)
     last: LiveView | None = None
     # Newest step that was seen: once the workers have gone, a view has none.
     step: int | None = None
@@ -59,7 +57,10 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
             step = last.step if last is not None and last.step is not None else step
             has_begun = last is not None and (last.step is not None or not last.is_running)
             is_over = once and record is not None
-            status = "" if has_begun or is_over else f"waiting for {run or 'a run'} to begin; Ctrl-C ends"
+            awaited = f"{run or 'a run'} to begin"
+            if record is None and not ray.is_initialized():
+                awaited = f"a Ray cluster at {address!r}"
+            status = "" if has_begun or is_over else f"waiting for {awaited}; Ctrl-C ends"
             screen.update([last] if last is not None else [], status)
             if once and last is not None:
                 break
@@ -100,6 +101,19 @@ def _views_of_record(record: RunRecord) -> Iterator[LiveView | None]:
         ended_s = (ended_s or time.monotonic()) if record.is_ended else None
         if ended_s is not None and time.monotonic() - ended_s > RESTART_S:
             return
+
+
+def _views_of_cluster(address: str, name: str | None, *, waits: bool) -> Iterator[LiveView | None]:
+    """Yield views as `_views_of_run` does, of the cluster at `address`; None while there is none and it `waits`."""
+    while True:
+        try:
+            connect(address)
+            break
+        except NoClusterError:
+            if not waits:
+                raise
+            yield None
+    yield from _views_of_run(name, waits=waits)
 
 
 def _views_of_run(name: str | None, *, waits: bool) -> Iterator[LiveView | None]:

@@ -22,6 +22,7 @@ from cgx_ray.control.policies.policy import Policy
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.errors import listed
 from cgx_ray.monitors.sample import Fault, NodeSample, NodeStep
+from cgx_ray.plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,8 @@ class JournalEvents:
         self._num_fault_lines = 0
         self._policy_errors: set[type[Exception]] = set()
         self._weight_drift = 0.0
+        # Ranks that share memory on the node that has reported last.
+        self._num_local = 1
 
     def start(self, policy: Policy, state: WorkerGroupState, registration: Registration, time_s: float) -> None:
         """Write the first line of a worker group, once."""
@@ -74,9 +77,14 @@ class JournalEvents:
             registration.codec_costs,
             registration.encodes_on,
             nodes=self._nodes,
+            on_one_node=self.is_on_one_node(state.plan),
             time_s=time_s,
         )
         self._journal.write(entry)
+
+    def is_on_one_node(self, plan: Plan) -> bool:
+        """Return whether all ranks of `plan` share memory."""
+        return self._num_local == plan.world_size
 
     def silence(self, state: WorkerGroupState, time_s: float) -> None:
         """Write down which ranks are silent now, and log each rank the first time."""
@@ -96,6 +104,7 @@ class JournalEvents:
         self._reported_s[sample.node_id] = now_s
         if sample.steps:
             self._sampled_s = now_s
+            self._num_local = sample.steps[-1].num_local
             self._last_step = max(self._last_step, *(step.step for step in sample.steps))
 
     def quiet(self, now_s: float, time_s: float) -> None:

@@ -34,9 +34,9 @@ from cgx_ray.control.guard import beside_dense, disable, replace_by_dense, retur
 from cgx_ray.control.history import KEPT_PLANS, History, Registration
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.journal.facts import CauseKind, LoopFacts
-from cgx_ray.control.journal.lines import Journal, MadeBy, decision_entry, outcome_entry
+from cgx_ray.control.journal.lines import Journal, MadeBy, decision_entry, outcome_entry, report_hint
 from cgx_ray.control.journal.progress import Progress
-from cgx_ray.control.journal.sentences import decision_line, report_hint
+from cgx_ray.control.journal.sentences import decision_line
 from cgx_ray.control.journal_events import JournalEvents
 from cgx_ray.control.learned.evidence import MAX_STEPS, Evidence, Verdict, verdict
 from cgx_ray.control.live_state import LiveState
@@ -238,7 +238,7 @@ class ControlLoop:
             for line in self._progress.last_lines(time_s, self._state.facts):
                 self._journal.write(line)
             if self._journal.totals.num_all:
-                logger.info("%s. %s", self._journal.totals.verdict(), report_hint(self._journal.path.parent))
+                logger.info("%s. %s", self._journal.totals.verdict(), report_hint(self._journal))
         self.is_ended = True
         self._events.end(self._last_step, time_s)
         return self.history()
@@ -424,6 +424,7 @@ class ControlLoop:
             measured=measured,
             situation=situation,
             made_by=made_by,
+            on_one_node=self._events.is_on_one_node(state.plan),
             step=at.step,
             time_s=at.time_s,
         )

@@ -21,7 +21,7 @@ from cgx_ray.report.live_screen import Screen, make_screen
 from cgx_ray.report.live_view import LiveView, view_of_record
 from cgx_ray.report.record import RunRecord
 from cgx_ray.report.show import print_line
-from cgx_ray.session.settings import Settings, of_variable
+from cgx_ray.session.settings import Settings
 from cgx_ray.units import format_rate
 
 # Policies that decide during training, the default first.
@@ -60,9 +60,9 @@ class DemoOptions:
             raise ConfigError(f"workers {self.workers} is not allowed; give 1 to 16")
         if self.steps < 4:
             raise ConfigError(f"steps {self.steps} is not allowed; give at least 4, half of them on the slow network")
-        chosen = Settings(policy=self.policy, fidelity=self.fidelity).chosen_policy
-        if not chosen.decides:
-            hint = ", ".join(DECIDING) + of_variable(chosen)
+        settings = Settings(policy=self.policy, fidelity=self.fidelity)
+        if not settings.decides:
+            hint = ", ".join(DECIDING) + settings.of_variable
             raise ConfigError(f"policy {self.policy!r} decides nothing; give {hint}")
         if min(self.rate, self.slow_rate) < 1e6:
             raise ConfigError(f"rates {self.rate:g} and {self.slow_rate:g} bit/s: give at least 1mbit")
@@ -178,7 +178,7 @@ def _train(run: RunRequest, cluster: Cluster, options: DemoOptions, scene: _Scen
         if record.end is None:
             cluster.check()
             time.sleep(_POLL_S)
-    scene.status = "ending"
+    scene.status = f"ending the {run.name} run"
     scene.show(screen)
 
 

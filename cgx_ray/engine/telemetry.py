@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from numbers import Real
 from typing import NamedTuple, SupportsFloat
 
@@ -101,6 +101,10 @@ class StepTotals:
     wire_bytes: int = 0
     dense_bytes: int = 0
 
+    def since(self, before: StepTotals) -> StepTotals:
+        """Return the sums over the steps after `before`."""
+        return StepTotals(*(new - old for new, old in zip(astuple(self), astuple(before), strict=True)))
+
     def add_sample(self, sample: StepSample) -> None:
         self.num_steps += sample.num_steps
         self.all_s += sample.num_steps * sample.step_s
@@ -126,6 +130,7 @@ class Telemetry:
         self._rank = rank
         self.fault: Fault | None = None
         self.on_fault: Callable[[Fault], None] | None = None
+        self._taken, self._means = StepTotals(), dict[str, float]()
         self._samples: deque[StepSample] = deque(maxlen=MAX_KEPT_SAMPLES)
         self._logged: set[tuple[str, type[Exception]]] = set()
 
@@ -141,6 +146,23 @@ class Telemetry:
         while self._samples:
             taken.append(self._samples.popleft())
         return taken
+
+    def take_means(self) -> dict[str, float]:
+        """Return the numbers of `Attachment.metrics`: the means since the last call, or its own without a new step."""
+        totals = replace(self.totals)
+        new = totals.since(self._taken)
+        if new.num_steps and self.last_step is not None:
+            self._taken = totals
+            sums = {
+                "step_s": new.all_s,
+                "compute_s": new.compute_s,
+                "wire_mb": new.wire_bytes / 1e6,
+                "dense_mb": new.dense_bytes / 1e6,
+            }
+            self._means = {f"cgx_ray/{name}": value / new.num_steps for name, value in sums.items()}
+            self._means["cgx_ray/period"] = float(self.last_step.num_steps)
+            self._means["cgx_ray/plan"] = float(self.last_step.plan_version)
+        return dict(self._means)
 
     def note_fault(self, error: Exception, step: int) -> None:
         """Keep `error`, which has stopped the engine in `step`, and call `on_fault`, which may take seconds."""

@@ -78,9 +78,20 @@ def _offered() -> dict[str, EntryPoint]:
     return offered(ENTRY_POINTS, BUILT_IN)
 
 
+def _with_colon(name: str, parameters: str) -> str:
+    """Return how to write the parameters of codec `name`, which were given after a space."""
+    if "=" in parameters:
+        return f"did you mean '{name}:{','.join(parameters.replace(',', ' ').split())}'?"
+    takes = [f"{key}={parameter.default}" for key, parameter in record_of(name).parameters.items()]
+    return f"parameters come after a colon, such as '{name}:{takes[0]}'" if takes else f"codec {name} has no parameters"
+
+
 def _load(name: str) -> CodecRecord:
     entry = _offered().get(name)
     if entry is None:
+        first, _, rest = name.partition(" ")
+        if rest and first in known_codecs():
+            raise ConfigError(f"unknown codec {name!r}; {_with_colon(first, rest)}")
         raise ConfigError(
             f"{unknown('codec', name, known_codecs())}; install the package that brings it on all nodes, or call "
             "cgx_ray.register_codec in this process"

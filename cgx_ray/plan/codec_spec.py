@@ -69,8 +69,7 @@ class CodecSpec:
         record = record_of(name)
         values = {key: value for key, value in {**parameters, **given}.items() if value is not None}
         for key in values.keys() - record.parameters.keys():
-            takes = ", ".join(record.parameters) or "no parameters"
-            raise ConfigError(f"codec {name} has no {key}; it takes {takes}")
+            raise ConfigError(f"codec {name} has no {key}; {_hint(key, str(values[key]), record.parameters)}")
         checked = {key: one.checked(key, values.get(key, one.default)) for key, one in record.parameters.items()}
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "parameters", checked)
@@ -164,6 +163,8 @@ class CodecSpec:
 
 def _hint(key: str, value: str, known: Mapping[str, Parameter]) -> str:
     """Return what a codec takes in place of `key`: a parameter of a similar name, or the first one, given `key`."""
+    if not value and ":" in key:
+        key, _, value = key.partition(":")
     near = nearest(key, known) if value else next(iter(known), "")
     meant = f"did you mean '{near}={value or key}'? " if near else ""
     return f"{meant}it takes {', '.join(known) or 'no parameters'}"

@@ -178,6 +178,14 @@ class Plan:
         """True if ranks of a node sum among themselves first. In rounds they do it in each step (`engine.period`)."""
         return any(group.option.intra is not Intra.FLAT for group in self.groups)
 
+    def on_one_node(self) -> Plan:
+        """Return what the plan comes to if all ranks share a node: sums inside it are all, and use no codec."""
+        inside = replace(DENSE, intra=Intra.DENSE)
+        groups = (
+            replace(group, option=inside) if group.option.intra is Intra.DENSE else group for group in self.groups
+        )
+        return replace(self, groups=tuple(groups))
+
     def describe(self) -> str:
         """Return the option that most of the compressed groups use: `"qsgd 4-bit over sra"`.
 

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cgx_ray.control.controller import ACTOR_OPTIONS, Controller
 from cgx_ray.control.history import History, Snapshot
 from cgx_ray.control.live_state import NAMESPACE, new_actor_name
-from cgx_ray.errors import StateError
+from cgx_ray.errors import StateError, names_arguments
 from cgx_ray.ray_train.agent_watch import MAX_RESTARTS, AgentWatch, node_addresses, start_agents
 from cgx_ray.ray_train.compat import RunFacts, TorchBackend, TorchConfig, run_facts
 from cgx_ray.ray_train.worker import close_ray_session, open_ray_session
@@ -36,6 +36,7 @@ CLOSE_TIMEOUT_S = 5.0
 HISTORY_TIMEOUT_S = 4.0
 
 
+@names_arguments
 @dataclass
 class CGXConfig(Settings, TorchConfig):
     """TorchConfig whose workers compress their gradients, once the training function calls `cgx_ray.attach`.

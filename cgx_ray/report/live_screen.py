@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from textwrap import shorten
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -64,11 +65,12 @@ class LiveScreen:
 
 
 class PlainScreen:
-    """A line every few seconds, and one per decision when it is made."""
+    """A line every few seconds, and one per decision when it is made. The last step of a run has a line too."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._last_print = 0.0
+        self._last_step: tuple[str, int | None] | None = None
         self._status = ""
         self._last_decision: dict[str, DecisionLine] = {}
 
@@ -87,10 +89,12 @@ class PlainScreen:
             return
         view = views[-1]
         for line in self._new_decisions(view):
-            self._print(f"{view.name}: step {line.step}: {line.text}")
+            self._print(f"{view.name}: decided at step {line.step}: {line.text}")
         now = time.monotonic()
-        if view.ranks and now - self._last_print >= _PLAIN_INTERVAL_S:
-            self._last_print = now
+        step = view.name, view.step
+        is_due = now - self._last_print >= _PLAIN_INTERVAL_S if view.is_running else step != self._last_step
+        if view.ranks and is_due:
+            self._last_print, self._last_step = now, step
             self._print(plain_line(view))
 
     def _new_decisions(self, view: LiveView) -> list[DecisionLine]:
@@ -205,8 +209,8 @@ def _decisions(lines: Sequence[DecisionLine]) -> RenderableType:
     grid.add_column(ratio=1)
     for line in lines:
         later = f"measured {format_seconds(line.measured_s)}" if line.measured_s is not None else "not measured"
-        text = Text(printable(line.text), style="bold" if line.is_change else "")
-        text.truncate(_SHOWN_CHARS, overflow="ellipsis")
+        shown = shorten(printable(line.text), _SHOWN_CHARS, placeholder=" ...")
+        text = Text(shown, style="bold" if line.is_change else "")
         grid.add_row(str(line.step), text)
         grid.add_row("", Text(f"predicted {format_seconds(line.predicted_s)} per step, {later}", style="yellow"))
     return grid

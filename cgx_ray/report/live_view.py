@@ -211,7 +211,7 @@ def is_new_plan(line: Mapping[str, Any]) -> bool:
 
 def describe_decision(line: Mapping[str, Any]) -> str:
     """Return a line with step, old and new plan, and the reason, which contains the prediction."""
-    return f"step {line['step']}: {change_of(line)}: {line['reason']}"
+    return f"decided at step {line['step']}: {change_of(line)}: {line['reason']}"
 
 
 def plan_in_force(record: RunRecord) -> Mapping[str, Any] | None:

@@ -40,7 +40,6 @@ from cgx_ray.session.settings import (
     Off,
     Settings,
     means_static,
-    of_variable,
     policy_variable,
 )
 from cgx_ray.torch_compat import longest_timeout_s, uncompiled
@@ -48,7 +47,7 @@ from cgx_ray.torch_compat import longest_timeout_s, uncompiled
 logger = logging.getLogger(__name__)
 
 # `Attachment.trace` does what `trace_steps` does.
-_SETTINGS = {field.name for field in fields(Settings)} - {"trace_steps"}
+_SETTINGS = {field.name for field in fields(Settings)} - {"trace_steps", "overruled_by"}
 # Settings that make plans. Those of a Ray Train worker come from the controller.
 _OF_PLANS = ("overrides", "exclude", "group_bytes")
 
@@ -184,6 +183,8 @@ def _check_given(
     if policy is None and not means_static(given) and (lost := sorted(given)):
         wanted = "it to CGXConfig, which decides in Ray Train" if in_ray else "policy='adaptive', or another one"
         raise ConfigError(f"attach got {lost[0]} without a policy that has it; give {wanted}")
+    if not isinstance(plan, Plan | None):
+        raise ConfigError(f"plan {plan!r} is not allowed; give a Plan, such as one of make_plan, or a codec as codec=")
     if plan is not None and (given or policy is not None):
         raise ConfigError(
             "attach got a plan and a policy, codec, scheme, intra or period, which the plan already sets; give one of "
@@ -241,7 +242,7 @@ def _attach(
             if process.session is None and plan is None and (settings.decides or folder is not None):
                 if _is_fsdp2(model):
                     said = "FSDP2 models keep one codec, nothing is decided; leave policy and folder out"
-                    raise ConfigError(said + (of_variable(settings.chosen_policy) if settings.decides else ""))
+                    raise ConfigError(said + (settings.of_variable if settings.decides else ""))
                 control = make_control(settings, folder, model, world.gather)
                 undo.callback(control.close)
             session = control or (process.session if asks_controller else None)
@@ -273,7 +274,8 @@ def _log_start(
 ) -> None:
     """Log what begins, and at the end what it has taken if no control loop does that. Arguments as in `start_line`."""
     takes_folder = settings is not None and process.session is None and isinstance(engine, Engine)
-    logger.info("%s", start_line(engine, settings, journal, takes_folder=takes_folder))
+    problem = attachment.control.journal_problem if attachment.control is not None else ""
+    logger.info("%s", start_line(engine, settings, journal, takes_folder=takes_folder, problem=problem))
     if attachment.control is None and process.session is None:
         attachment.call_at_end(lambda: logger.info("%s", end_line(engine, takes_folder=takes_folder)))
 

@@ -130,16 +130,17 @@ class Attachment:
         return self._engine.last_step if self._engine is not None else None
 
     def metrics(self) -> dict[str, float]:
-        """Return numbers of `last_step` by name, for TensorBoard, W&B, MLflow; empty where there is none.
+        """Return numbers by name, for TensorBoard, W&B, MLflow; empty where there is no step.
 
-        cgx_ray/step_s, cgx_ray/compute_s    seconds of the step, and of the part that exchanges do not lengthen
+        cgx_ray/step_s, cgx_ray/compute_s    seconds of a step, and of the part that exchanges do not lengthen
         cgx_ray/wire_mb, cgx_ray/dense_mb    what this rank has sent per step, and its gradients without compression
-        cgx_ray/period, cgx_ray/plan         steps per exchange, and the version of the plan
+        cgx_ray/period, cgx_ray/plan         of the last step: steps per exchange, and the version of the plan
 
+        The first four are means over the steps since the last call; without a new step all are those of that call.
         Waits for the measurement of the last step, so log every few steps.
         """
-        sample = self.last_step
-        return sample.as_metrics() if sample is not None else {}
+        # It waits.
+        return self._engine.telemetry.take_means() if self._engine is not None and self.last_step is not None else {}
 
     @property
     def last_spans(self) -> list[Span]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from cgx_ray.codecs import build_kernels
 from cgx_ray.collectives import Transport
@@ -15,7 +18,7 @@ from cgx_ray.collectives.transport.gathered import Gatherer
 from cgx_ray.collectives.transport.gloo_sockets import noted_listeners
 from cgx_ray.collectives.transport.lifeline import Lifeline
 from cgx_ray.control.policies.policy import Static
-from cgx_ray.engine.loss_scale import LossScale, Scaler
+from cgx_ray.engine.loss_scale import LossScale, Scaler, holds
 from cgx_ray.engine.sharded import fsdp_hook, fsdp_layout
 from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
 from cgx_ray.engine.sharded.shards import plan_of
@@ -23,8 +26,9 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.plan import BUILT_IN, CODECS_OF_SCHEME, CodecSpec, Device, Intra, Plan, Scheme
 from cgx_ray.session.agree import GatheredGroup, agree, connect
 from cgx_ray.session.attachment import process
-from cgx_ray.session.settings import Settings, of_variable
+from cgx_ray.session.settings import Settings
 from cgx_ray.torch_compat import FSDPParamGroup, is_nccl_group
+from cgx_ray.units import format_count
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +67,7 @@ def make_engine(
             )
         own_row = shards.rank if sums_inside else None
         units = fsdp_layout.make_units(model, param_groups, codec, parameter_codec, own_row)
+        _warn_of_old_optimizers(model)
         build_kernels([codec] if parameter_codec is None else [codec, parameter_codec], units[0].device)
         layers = [layer for unit in units for layer in unit.layers]
         plan = agree(layers, plan_of(units, dist.get_world_size()).to_json(), world.gather, str(parameters))
@@ -86,6 +91,25 @@ def make_engine(
     except BaseException:
         engine.close()
         raise
+
+
+def _warn_of_old_optimizers(model: nn.Module) -> None:
+    """Warn of an optimizer that was made before `fully_shard`, which has replaced the parameters: it trains none."""
+    sharded = {id(parameter) for parameter in model.parameters()}
+    # Those of the whole parameters.
+    shapes = Counter(tuple(parameter.shape) for parameter in model.parameters())
+    # By type, since `isinstance` may run code of any object.
+    for optimizer in (one for one in gc.get_objects() if issubclass(type(one), Optimizer)):
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if held and not holds(optimizer, sharded) and Counter(tuple(one.shape) for one in held) <= shapes:
+            logger.warning(
+                "rank %d: an optimizer (%s) holds no parameter of this FSDP2 model, but %s of their shapes: if it was "
+                "made before fully_shard, which replaces the parameters, it trains nothing; make the optimizer after "
+                "fully_shard",
+                dist.get_rank(),
+                type(optimizer).__name__,
+                format_count(len(held), "parameter"),
+            )
 
 
 def _sums_inside(group: FSDPParamGroup, shards: Transport, replicas: Transport | None, world: GatheredGroup) -> bool:
@@ -132,7 +156,7 @@ def _check(
     """Return the codec of gradients and that of parameters, None if they are not compressed."""
     chosen = settings.chosen_policy
     if plan is not None or not isinstance(chosen, Static):
-        given = "a plan" if plan is not None else f"policy {chosen!r}{of_variable(chosen)}"
+        given = "a plan" if plan is not None else f"policy {chosen!r}{settings.of_variable}"
         raise ConfigError(
             f"attach got an FSDP2 model and {given}; this version takes one codec for the whole model: give attach a "
             f"`codec`, or CGXConfig policy='static' and a codec"
@@ -154,11 +178,13 @@ def _check(
     if settings.overrides or settings.exclude:
         raise ConfigError("an FSDP2 model takes one codec for the whole model; leave out overrides and exclude")
     codec = option.codec
-    if not codec.record.is_reencoded or option.scheme not in (Scheme.SRA, Scheme.DENSE):
+    if not codec.record.is_reencoded:
         raise ConfigError(
-            f"an FSDP2 model cannot use {codec} over {option.scheme}; it takes scheme sra and one of "
+            f"an FSDP2 model cannot use codec {codec}, which scheme sra does not carry; give one of "
             f"{', '.join(sorted(CODECS_OF_SCHEME[Scheme.SRA]))}"
         )
+    if option.scheme not in (Scheme.SRA, Scheme.DENSE):
+        raise ConfigError(f"an FSDP2 model cannot use scheme {option.scheme}; give 'sra', or leave scheme out")
     parameter_codec = CodecSpec.parse(parameters) if isinstance(parameters, str) else parameters
     if parameter_codec is not None and not parameter_codec.record.for_parameters:
         raise ConfigError(

@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -130,7 +131,7 @@ class LocalControl:
         loop_type  as in `LoopStart`
         report_s   seconds between two reports of a rank, and of a node
 
-        `journal` is the path of rank 0's.
+        `journal` is the path of rank 0's, `journal_problem` why that cannot be written, "" if it can.
 
         Raises ConfigError on all ranks if there are too many nodes, or too many ranks on one, or if the loop's process
         would not know a codec.
@@ -149,6 +150,7 @@ class LocalControl:
             folder or Path("cgx-ray-runs", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{os.getpid()}")
         ).absolute()
         self.journal = self._folder / "decisions.jsonl"
+        self.journal_problem = ""
         self._places: list[_Place] = gather(_Place(f"{socket.gethostname()} {node_address()}", node_address()))
         self._node_ids = [place.node_id for place in self._places]
         # The first rank of this one's node.
@@ -174,6 +176,7 @@ class LocalControl:
         """Start the loop's process; return the plan to start with. Called on rank 0 only."""
         fresh = self.settings.first_plan(layers, world_size, bucket_bytes)
         registration = calibrate(self.settings, layers, fresh, self._device, costs)
+        self.journal_problem = _problem_of(self.journal)
         # It has times of the monotonic clock, which begins at 0 with each start of a machine.
         snapshot = self._folder / _HISTORY / Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         start = LoopStart(
@@ -359,6 +362,16 @@ def _order_probe(reply: Reply, call: Future[str | None]) -> None:
         reply(("probe", target))
 
 
+def _problem_of(journal: Path) -> str:
+    """Return why `journal` cannot be written; "" if it can."""
+    try:
+        journal.parent.mkdir(parents=True, exist_ok=True)
+        journal.open("ab").close()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
 def _may_restart() -> bool:
     """Return whether the ranks may be started again, and need the history: torchrun says so, others may not."""
     most = os.environ.get("TORCHELASTIC_MAX_RESTARTS")
@@ -374,6 +387,7 @@ def _earlier_history(snapshot: Path) -> History | None:
     found = None
     if _num_restarts() > 0:
         found = Snapshot(snapshot).read()
-    # The loop would take it for that of a crash of its own process.
-    snapshot.unlink(missing_ok=True)
+    # The loop would take it for that of a crash of its own process. Where nothing can be written, there is none.
+    with suppress(OSError):
+        snapshot.unlink(missing_ok=True)
     return found

@@ -6,7 +6,7 @@ import copy
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, fields, is_dataclass
+from dataclasses import InitVar, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from cgx_ray.collectives.transport.lifeline import SILENT_S
@@ -52,11 +52,6 @@ class Off(Static):
 
 
 _NAMED: Mapping[str, Policy] = {"off": Off(scheme="dense"), "static": Static(), "adaptive": Adaptive()}
-# Says of these policies, also of copies in other processes, that the variable has chosen them. No field, so that they
-# are equal to a script's own.
-_MARK = "_chosen_by_variable"
-for _name, _policy in _NAMED.items():
-    object.__setattr__(_policy, _MARK, _name)
 
 
 def policy_variable() -> str:
@@ -64,19 +59,17 @@ def policy_variable() -> str:
     return os.environ.get(VARIABLE, "").strip()
 
 
-def of_variable(policy: Policy) -> str:
-    """Return the end of an error that `policy` causes: that CGX_POLICY has put it in place of another, or ""."""
-    name = getattr(policy, _MARK, "")
-    return f" ({VARIABLE}={name} is set, which replaces other policies; unset it)" if name else ""
+def _overruled(policy: Policy, before: str) -> tuple[Policy, str]:
+    """Return `policy`, or that of CGX_POLICY if it is of another kind, and which value of CGX_POLICY has chosen it.
 
-
-def _overruled(policy: Policy) -> Policy:
-    """Return `policy`, or that of CGX_POLICY if it is of another kind."""
+    before  the value that has chosen the policy of the settings that these are made of, maybe in another process
+    """
     name = policy_variable()
     if name and name not in _NAMED:
         raise ConfigError(f"{VARIABLE} {name!r} is not allowed; give {', '.join(_NAMED)}, or unset it")
-    named = _NAMED.get(name, policy)
-    return policy if isinstance(policy, type(named)) else named
+    if name and not isinstance(policy, type(_NAMED[name])):
+        return _NAMED[name], name
+    return policy, before if policy == _NAMED.get(before) else ""
 
 
 def means_static(arguments: Mapping[str, Any]) -> bool:
@@ -140,6 +133,7 @@ class Settings:
     trace_steps     first and last step of which every rank writes what its groups did when, in the format of Chrome's
                     and Perfetto's traces, to `trace-rankNNNNN.json` in the run's folder
     simulated_link  holds messages back as a slow link would; for demos and tests
+    overruled_by    set by cgx_ray itself: the value of CGX_POLICY that has replaced the policy; empty if none has
     """
 
     policy: Policy | str | None = None
@@ -172,12 +166,13 @@ class Settings:
     average_weights: bool = False
     simulated_link: SimulatedLink | None = None
     trace_steps: tuple[int, int] | None = None
+    overruled_by: str = field(default="", repr=False, compare=False)
 
     def __post_init__(self, *arguments: Any) -> None:
         given = dict(zip(POLICY_ARGUMENTS, arguments, strict=True))
         if self.policy is None:
             self.policy = "static" if means_static(given) else "adaptive"
-        self.policy = _overruled(as_policy(self.policy, given))
+        self.policy, self.overruled_by = _overruled(as_policy(self.policy, given), self.overruled_by)
         if self.transport not in TRANSPORTS:
             raise ConfigError(unknown("transport", self.transport, TRANSPORTS))
         counts = ("group_bytes", "num_streams", "weight_check_steps", "seed")
@@ -205,6 +200,12 @@ class Settings:
         """`policy`, as an object."""
         assert isinstance(self.policy, Policy)
         return self.policy
+
+    @property
+    def of_variable(self) -> str:
+        """The end of an error that the policy causes: that CGX_POLICY has put it in place of another, or ""."""
+        name = self.overruled_by
+        return f" ({VARIABLE}={name} is set, which replaces other policies; unset it)" if name else ""
 
     def codecs_by_layer(self) -> tuple[CodecSpec, ...]:
         """Return the codecs whose errors the policy needs by layer: qsgd with each number of bits to choose from.
@@ -304,7 +305,8 @@ class Settings:
             "timeout_s": float(self.timeout_s),
             "silent_s": float(self.silent_s),
         }
-        return {field.name: repr(plain.get(field.name, getattr(self, field.name))) for field in fields(Settings)}
+        names = (field.name for field in fields(Settings) if field.compare)
+        return {name: repr(plain.get(name, getattr(self, name))) for name in names}
 
     def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int) -> Plan:
         """Return plan 0: dense, or the option of a `Static` policy, except where layer rules say otherwise.

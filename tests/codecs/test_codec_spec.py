@@ -68,6 +68,11 @@ def test_a_plan_shows_what_it_is() -> None:
         ("zip", "unknown codec 'zip'; known: none, fp16"),
         ("qsdg:bits=4", "unknown codec 'qsdg'; did you mean 'qsgd'? known: none, fp16"),
         ("qsgd:bitz=4", "codec qsgd has no bitz; did you mean 'bits=4'? it takes bits, bucket_size, grid, rounding"),
+        ("QSGD", "unknown codec 'QSGD'; did you mean 'qsgd'?"),
+        ("qsgd bits=4, bucket_size=64", "did you mean 'qsgd:bits=4,bucket_size=64'?"),
+        ("topk 1 %", "unknown codec 'topk 1 %'; parameters come after a colon, such as 'topk:density=0.01'"),
+        ("none 1", "unknown codec 'none 1'; codec none has no parameters"),
+        ("qsgd:bits:4", "codec qsgd has no bits:4; did you mean 'bits=4'?"),
         ("qsgd:4", "codec qsgd has no 4; did you mean 'bits=4'? it takes bits, bucket_size, grid, rounding"),
         ("topk:0.1", "codec topk has no 0.1; did you mean 'density=0.1'? it takes density, value_bits"),
         ("none:4", "codec none has no 4; it takes no parameters"),
@@ -96,6 +101,11 @@ def test_impossible_codecs_are_refused(text: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         CodecSpec.parse(text)
     assert says in str(caught.value)
+
+
+def test_a_parameter_that_is_written_wrong_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"codec qsgd has no bitz; did you mean 'bits=4'\? it takes bits"):
+        CodecSpec(name="qsgd", bitz=4)
 
 
 @pytest.mark.parametrize(("key", "value"), [("bits", True), ("bits", 4.0), ("rounding", 1), ("bucket_size", "128")])

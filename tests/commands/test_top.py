@@ -16,6 +16,7 @@ from support.control_runs import WORLD, FakeTraining, registration, start
 
 from cgx_ray.cli import main
 from cgx_ray.commands import top
+from cgx_ray.commands.cluster import NoClusterError
 from cgx_ray.control.live_state import LiveState, new_actor_name, run_of_actor
 from cgx_ray.errors import ConfigError
 from cgx_ray.monitors.sample import HostLoad, NodeSample, node_steps
@@ -84,6 +85,17 @@ def test_a_name_from_a_user_steers_no_terminal_and_is_no_markup(tmp_path: Path) 
     assert "[bold red]run[/]" in file.getvalue()
 
 
+def test_the_last_step_of_a_run_has_a_line_where_there_is_no_terminal(tmp_path: Path) -> None:
+    view = view_of_controller(asked(trained(tmp_path), tmp_path))
+    file = io.StringIO()
+    screen = PlainScreen(Console(file=file, width=200))
+    # In less than the seconds between two lines.
+    for step, is_running in ((1, True), (2, True), (3, False), (3, False)):
+        screen.update([replace(view, step=step, is_running=is_running)], "")
+    steps = [line for line in file.getvalue().splitlines() if line.startswith("my run: step ")]
+    assert [line.partition("  ")[0] for line in steps] == ["my run: step 1", "my run: step 3"]
+
+
 def test_of_many_ranks_the_slowest_are_shown(tmp_path: Path) -> None:
     view = view_of_controller(asked(trained(tmp_path), tmp_path))
     ranks = tuple(replace(view.ranks[0], name=f"rank {rank}", step_s=1.0 + rank) for rank in range(64))
@@ -102,6 +114,8 @@ def test_a_view_fits_a_terminal_of_80_by_24_and_keeps_predictions(tmp_path: Path
     assert len(lines) <= 24, "\n".join(lines)
     assert max(map(len, lines)) <= 80
     assert sum("predicted " in line for line in lines) >= len(decided)
+    assert "and more an " not in " ".join(lines), "a word is cut"
+    assert sum(line.rstrip("│ ").endswith("...") for line in lines) == len(decided)
     assert any("and 13 more nodes" in line for line in lines)
 
 
@@ -178,8 +192,26 @@ def test_a_run_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
     assert "waiting" not in done.output
 
 
+def test_top_waits_while_ray_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = asked(trained(tmp_path), tmp_path)
+    starting = ["no port", "no port", "up"]
+
+    def connect(address: str) -> None:
+        if starting.pop(0) != "up":
+            raise NoClusterError(f"no Ray cluster at {address!r}")
+
+    monkeypatch.setattr(top, "connect", connect)
+    monkeypatch.setattr(top, "POLL_S", 0.0)
+    monkeypatch.setattr(top, "_views_of_run", lambda name, waits: iter([view_of_controller(found)]))
+    done = CliRunner().invoke(main, ["top", "my run"])
+    assert done.exit_code == 0, done.output
+    assert starting == []
+    assert "waiting for a Ray cluster at 'auto'; Ctrl-C ends" in done.output
+    assert "my run has ended after step" in done.output
+
+
 def test_a_run_that_cannot_be_found_is_one_clear_error() -> None:
-    done = CliRunner().invoke(main, ["top", "nothing", "--address", "127.0.0.1:1"])
+    done = CliRunner().invoke(main, ["top", "nothing", "--once", "--address", "127.0.0.1:1"])
     assert done.exit_code == 2
     assert "no Ray cluster at '127.0.0.1:1'" in done.output
 

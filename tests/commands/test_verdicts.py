@@ -128,6 +128,20 @@ def test_the_report_of_a_folder_with_one_run_lies_beside_that_run(tmp_path: Path
     assert list(tmp_path.iterdir()) == [run]
 
 
+def test_a_journal_stands_for_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = train(tmp_path / "run", 0.1)
+    journal = run / "decisions.jsonl"
+    assert invoke("report", journal).splitlines()[-1].endswith(f"report: {run / 'report.html'}")
+    assert invoke("compare", journal, run).startswith("a step of run is 1.00x faster than one of run")
+    monkeypatch.chdir(run)
+    assert "run: step " in invoke("top", "--once", "decisions.jsonl")
+    other = tmp_path / "other.jsonl"
+    other.touch()
+    for command in ("report", "compare"):
+        done = CliRunner().invoke(main, [command, str(other), *[str(run)] * (command == "compare")])
+        assert done.exit_code == 2, done.output
+
+
 def test_the_page_is_opened_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     monkeypatch.setattr(click, "launch", opened.append)
@@ -142,7 +156,11 @@ def test_two_runs_are_compared_side_by_side(tmp_path: Path) -> None:
     found = json.loads(path.read_text())
     assert said.splitlines()[0] == f"a step of quantized is {found['step_ratio']:.2f}x faster than one of dense_run"
     assert [run["plan"] for run in found["runs"]] == ["dense", QSGD]
-    assert f"{found['runs'][1]['speed_up']:.2f}x, predicted" in said
+    rows = {line[:28].strip(): line[28:] for line in said.splitlines()}
+    assert rows["time per step"].count("(measured)") == 2
+    # The first run was dense throughout.
+    for row in ("a dense step", "speed-up of the run"):
+        assert rows[row].index("(measured)") < rows[row].index("(predicted)"), rows[row]
     for row in ("time per step", "loss at the end", "expected loss over dense's", "plan at the end"):
         assert row in said
     assert said.splitlines()[-1].startswith("no loss was reported; attachment.observe(loss=loss) ")

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from support.control_runs import LAYERS, WORLD, start
 
+from cgx_ray.control.journal.lines import start_entry
+from cgx_ray.control.policies.policy import Static
 from cgx_ray.plan import make_plan
 from cgx_ray.planner.cost import Link
 
@@ -36,3 +38,16 @@ def test_sums_inside_nodes_are_no_compute_of_a_round(tmp_path: Path, intra: str,
     inside_s = state.decided.inside_sum_s if (intra, period) == ("dense", 4) else 0.0
     assert state.decided.inside_sum_s > 0.05
     assert state._recent[-1].compute_s == pytest.approx(1.0 - inside_s)
+
+
+@pytest.mark.parametrize(
+    ("num_addresses", "on_one_node", "expected"),
+    [(1, True, "dense, dense inside nodes"), (1, False, ""), (2, False, ""), (0, False, "")],
+)
+def test_a_plan_uses_no_codec_where_ranks_share_a_node(num_addresses: int, on_one_node: bool, expected: str) -> None:
+    plan = make_plan(LAYERS, version=0, world_size=WORLD, codec="qsgd", intra="dense", period=4)
+    nodes = [f"10.0.0.{rank % num_addresses}" for rank in range(WORLD)] if num_addresses else []
+    entry = start_entry(Static(), LAYERS, plan, {}, "backward", nodes=nodes, on_one_node=on_one_node, time_s=0.0)
+    said = entry["plan"]
+    assert said["plan"] == (f"{expected}, every 4 steps" if expected else plan.describe())
+    assert (said["expected_loss"] == 1.0) == on_one_node

@@ -53,12 +53,14 @@ def totals(*lines: dict[str, Any]) -> RunTotals:
 def test_a_new_plan_is_one_line_in_plain_words() -> None:
     numbers = "predicted 600 ms per step, dense 1.9 s"
     short = decided("dense", QSGD, situation={"cause": "regular review"})
-    assert decision_line(short) == f"step 12: {QSGD} instead of dense: regular review; {numbers}"
-    # Where both have no room, the old plan is left out: the line before had it.
-    assert decision_line(decided("dense", QSGD)) == f"step 12: {QSGD}: {CAUSE}; {numbers}"
-    assert decision_line(decided(QSGD, QSGD)).startswith(f"step 12: other groups of {QSGD}: bandwidth fell from 1.00")
+    assert decision_line(short) == f"decided at step 12: {QSGD} instead of dense; {numbers}; regular review"
+    # Where both have no room, the old plan is left out: the line before had it. The cause ends after a word.
+    line = f"decided at step 12: {QSGD}; {numbers}; bandwidth fell from 1.00 Gbit/s to ..."
+    assert decision_line(decided("dense", QSGD)) == line
+    others = decision_line(decided(QSGD, QSGD))
+    assert others == f"decided at step 12: other groups of {QSGD}; {numbers}; bandwidth fell from ..."
     back = decision_line(decided(QSGD, "dense", made_by="guard", kind="disable", reason="12% slower; banned"))
-    assert back == f"step 12: dense instead of {QSGD}: 12% slower; predicted 600 ms per step"
+    assert back == f"decided at step 12: dense instead of {QSGD}; predicted 600 ms per step; 12% slower"
 
 
 def test_measuring_steps_say_what_they_are_for() -> None:
@@ -66,11 +68,11 @@ def test_measuring_steps_say_what_they_are_for() -> None:
     assert not any(is_new_plan(decided("dense", QSGD, made_by=one)) for one in trials)
     assert is_new_plan(decided("dense", QSGD))
     trial = decision_line(decided("dense", "bf16 over sra", made_by="codec_trial"), "bf16")
-    assert trial == "step 12: trying bf16 on one layer, to time it"
+    assert trial == "decided at step 12: trying bf16 on one layer, to time it"
     compare = decision_line(decided(QSGD, "dense", made_by="dense_trial"))
-    assert compare == f"step 12: dense for a few steps, to compare {QSGD} with it"
+    assert compare == f"decided at step 12: dense for a few steps, to compare {QSGD} with it"
     back = decision_line(decided("dense", QSGD, made_by="return", reason="dense is measured: back to 2x"))
-    assert back == f"step 12: back to {QSGD}: dense is measured"
+    assert back == f"decided at step 12: back to {QSGD}: dense is measured"
 
 
 @pytest.mark.parametrize("length", [10, 60, 200])
@@ -88,8 +90,8 @@ def test_decisions_that_keep_the_plan_are_debug_and_new_plans_are_info(
     run.run(80)
     run.loop.end(1e6)
     said = [(one.levelno, one.getMessage()) for one in caplog.records if one.name.startswith(NAME)]
-    plans = [text for level, text in said if level == logging.INFO and text.startswith("step ")]
-    assert plans[0].startswith(f"step 3: {QSGD} instead of dense: first measurements; predicted ")
+    plans = [text for level, text in said if level == logging.INFO and text.startswith("decided at step ")]
+    assert plans[0].startswith(f"decided at step 3: {QSGD} instead of dense; predicted ")
     kept = [text for level, text in said if "stays with" in text]
     assert len(kept) > 0
     assert all(level == logging.DEBUG for level, text in said if "stays with" in text)

@@ -84,7 +84,7 @@ def test_a_block_that_fails_is_found_with_its_line() -> None:
     wrong = Block(
         file=block.file, line=block.line, language="python", code="cgx_ray.CGXConfig(polcy='x')", mode="run", before=""
     )
-    with pytest.raises(TypeError, match="polcy") as caught:
+    with pytest.raises(cgx_ray.ConfigError, match="polcy") as caught:
         wrong.run({"cgx_ray": cgx_ray})
     assert caught.traceback[-1].lineno + 1 == block.line or caught.traceback[-2].lineno + 1 == block.line
 

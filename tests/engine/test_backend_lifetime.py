@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import join_group, run_ranks
+from support.ranks import join_group, log_lines, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -117,6 +118,29 @@ def test_a_destroyed_group_leaves_no_thread_and_no_connection(tmp_path: Path) ->
     for counts in run_ranks(2, _make_and_destroy, tmp_path, backend=None):
         assert counts[0::2] == [1, 1, 1]
         assert max(counts[3], counts[5]) <= counts[1], counts
+
+
+def _begin_and_end(rank: int, folder: Path) -> list[str]:
+    said = log_lines()
+    logging.getLogger("cgx_ray").setLevel(logging.INFO)
+    join_group(rank, 2, folder, "cgx")
+    model = DistributedDataParallel(nn.Linear(100, 50))
+    cgx_ray.register_model(model)
+    dist.all_reduce(torch.ones(5000))
+    dist.all_reduce(torch.ones(10))
+    dist.destroy_process_group()
+    return said
+
+
+def test_rank_0_says_what_begins_and_what_was_sent(tmp_path: Path) -> None:
+    said, others = run_ranks(2, _begin_and_end, tmp_path, backend=None)
+    assert others == []
+    start, model, end = said
+    rest = "for sums and averages of float tensors from 1024 elements on, Gloo for the rest"
+    assert start == f"backend cgx on 2 ranks: qsgd 4-bit over sra {rest}"
+    assert model == "backend cgx: 2 layers, 0.0202 MB, registered"
+    sent = r"a rank sent 0\.00\d+ MB in them, uncompressed 0\.02 MB"
+    assert re.fullmatch(f"backend cgx: 1 all-reduce compressed; {sent}", end), end
 
 
 def _reduce_after_shutdown(rank: int) -> str:

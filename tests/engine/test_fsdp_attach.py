@@ -205,8 +205,8 @@ def _attach_wrong(rank: int, case: str) -> str:
     ("case", "says"),
     [
         ("twice", "attach once per model"),
-        ("codec", "takes scheme sra and one of bf16"),
-        ("scheme", "cannot use qsgd:bits=4,bucket_size=128 over ring"),
+        ("codec", "cannot use codec topk:density=0.01, which scheme sra does not carry; give one of bf16, "),
+        ("scheme", "cannot use scheme ring; give 'sra', or leave scheme out"),
         ("plan", "this version takes one codec for the whole model"),
         ("average_weights", "not compared, so leave average_weights out"),
         ("parameters", "allowed: none, fp16, bf16, qsgd"),
@@ -226,6 +226,26 @@ def test_a_wrong_attach_fails_on_all_ranks_with_one_clear_error(case: str, says:
     first, second = run_ranks(2, _attach_wrong, case)
     assert says in first
     assert first == second
+
+
+def _attach_beside_optimizers(rank: int) -> list[str]:
+    said = log_lines()
+    other, model = nn.Linear(3, 5), Branches()
+    old = torch.optim.AdamW(model.parameters())
+    # Of another model, and of this one.
+    kept = [torch.optim.SGD(other.parameters()), torch.optim.SGD(shard(model, make_mesh()).parameters())]
+    cgx_ray.attach(model, codec="qsgd").close()
+    assert len([old, *kept]) == 3
+    return said
+
+
+def test_an_optimizer_made_before_fully_shard_is_warned_of() -> None:
+    for rank, said in enumerate(run_ranks(2, _attach_beside_optimizers)):
+        (warning,) = (line for line in said if "fully_shard" in line)
+        assert warning.startswith(
+            f"rank {rank}: an optimizer (AdamW) holds no parameter of this FSDP2 model, but 8 parameters of"
+        )
+        assert warning.endswith("make the optimizer after fully_shard")
 
 
 def _unused(rank: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -241,6 +242,63 @@ def test_a_static_run_with_a_folder_has_a_journal_and_each_rank_serves_its_metri
         assert [f"{name}{{" in text for text in texts] == [True, False], name
     (journal,) = re.findall(r'ray_cgx_ray_journal_info{.*journal="([^"]*)"', texts[0])
     assert journal == str(tmp_path / "decisions.jsonl")
+
+
+def sum_inside(rank: int, folder: str) -> list[str]:
+    """Train with a plan that compresses between nodes; return what is logged, and what `top` shows."""
+    said = log_lines()
+    logging.getLogger("cgx_ray").setLevel(logging.INFO)
+    trained = Trained(rank)
+    attachment = cgx_ray.attach(trained.model, codec="qsgd", intra="dense", folder=folder)
+    end_s = time.monotonic() + 4 * REPORT_S
+    trained.train_until(attachment, lambda: time.monotonic() > end_s)
+    if rank == 0:
+        assert isinstance(attachment.control, local_control.LocalControl)
+        said.append(str(attachment.control.ask("look")["plan"]["text"]))
+    attachment.close()
+    trained.model = DistributedDataParallel(trained.model.module)
+    attachment = cgx_ray.attach(trained.model, codec="qsgd", intra="dense")
+    trained.train_until(attachment, lambda: True)
+    attachment.close()
+    return said
+
+
+def test_a_plan_that_compresses_between_nodes_is_called_dense_on_one_node(tmp_path: Path) -> None:
+    said, _ = run_ranks(2, sum_inside, str(tmp_path / "run"))
+    plan = "dense, dense inside nodes"
+    (start,) = lines_of(tmp_path / "run", "start")
+    assert (start["plan"]["plan"], start["plan"]["expected_loss"]) == (plan, 1.0)
+    why = "(qsgd 4-bit over sra, dense inside nodes compresses between nodes only, and all ranks are on one)"
+    starts = [line for line in said if f"2 ranks; {plan} {why}; " in line]
+    assert len(starts) == 2
+    assert plan in said
+    assert any(line.startswith(f"1 step under {plan}, ") for line in said)
+    shown = CliRunner().invoke(main, ["report", str(tmp_path / "run"), "--json", "-"])
+    assert shown.exit_code == 0, shown.output
+    assert f" under {plan}; how fast" in shown.output
+    assert '"expected_loss": 1.0,' in shown.output
+
+
+def write_nowhere(rank: int, folder: str) -> list[str]:
+    said = log_lines()
+    logging.getLogger("cgx_ray").setLevel(logging.INFO)
+    trained = Trained(rank)
+    attachment = cgx_ray.attach(trained.model, codec="qsgd", folder=folder)
+    end_s = time.monotonic() + 4 * REPORT_S
+    trained.train_until(attachment, lambda: time.monotonic() > end_s)
+    attachment.close()
+    return said
+
+
+@pytest.mark.fault("a folder that cannot be written", "no journal, and no line promises one")
+def test_a_folder_that_cannot_be_written_is_promised_by_no_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    said, _ = run_ranks(2, write_nowhere, str(tmp_path / "file" / "run"))
+    (start,) = (line for line in said if "go through cgx_ray on 2 ranks" in line)
+    assert "; no journal, which cannot be written ([Errno 20] Not a directory: " in start
+    (end,) = (line for line in said if "There is no journal: " in line)
+    assert " per step on average" in end or "how fast dense would be is not known" in end
+    assert "cgx-ray report" not in end
 
 
 def refused(rank: int, folder: str) -> list[str]:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from support import ranks
 from support.branches import Branches, batch, train
 from support.ranks import run_ranks
+from support.samples import step_sample
 from support.sharded import make_mesh, shard, weights_of
 from support.sharded import train as train_sharded
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +28,7 @@ from cgx_ray.engine import step_sample as sample_module
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.gains.gain_meter import GainMeter
 from cgx_ray.engine.step import PauseWatch
+from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.monitors.sample import CURVE_DENSITIES, StepSample, node_steps
 from cgx_ray.plan import CodecSpec, Plan, make_plan
 from cgx_ray.session.attachment import process
@@ -252,3 +255,25 @@ def test_pauses_of_a_sharded_model_are_no_compute() -> None:
     for samples in run_ranks(2, _train_sharded_with_pauses):
         assert samples[6].between_s > PAUSE_S / 2
         assert samples[6].compute_s <= samples[6].step_s < PAUSE_S / 2
+
+
+def test_metrics_are_means_since_the_last_call() -> None:
+    telemetry = Telemetry(0)
+    assert telemetry.take_means() == {}
+    telemetry.add_sample(step_sample(0, 0))
+    assert telemetry.take_means()["cgx_ray/step_s"] == 0.25
+    # A round of three steps counts as three.
+    telemetry.add_sample(replace(step_sample(0, 1), step_s=0.5, wire_bytes=3500))
+    telemetry.add_sample(replace(step_sample(0, 4), step_s=0.1, num_steps=3, plan_version=4))
+    means = telemetry.take_means()
+    assert means == pytest.approx(
+        {
+            "cgx_ray/step_s": 0.8 / 4,
+            "cgx_ray/compute_s": 0.1,
+            "cgx_ray/wire_mb": 0.002,
+            "cgx_ray/dense_mb": 0.004,
+            "cgx_ray/period": 3,
+            "cgx_ray/plan": 4,
+        }
+    )
+    assert telemetry.take_means() == means, "no new step"

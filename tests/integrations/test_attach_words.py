@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+from collections.abc import Callable
 
 import pytest
 from torch import nn
@@ -19,8 +21,36 @@ def test_attach_and_config_refuse_an_argument_beside_a_codec_in_the_same_words()
         said.append(str(caught.value))
     assert said[0] == said[1]
     assert said[0].startswith("codec means policy 'static', which has no fidelity; leave one of them out")
-    with pytest.raises(cgx_ray.ConfigError, match="did you mean 'sra'"):
-        cgx_ray.CGXConfig(scheme="sar")
+    for scheme in ("sar", "srq"):
+        with pytest.raises(cgx_ray.ConfigError, match="did you mean 'sra'"):
+            cgx_ray.CGXConfig(scheme=scheme)
+
+
+@pytest.mark.parametrize(
+    ("take", "given", "near"),
+    [
+        (cgx_ray.CGXConfig, "fidelty", "fidelity"),
+        (cgx_ray.CGXConfig, "bakend", "backend"),
+        (lambda **given: cgx_ray.attach(nn.Linear(1, 1), **given), "fidelty", "fidelity"),
+        (cgx_ray.Adaptive, "fidelty", "fidelity"),
+        (cgx_ray.Static, "sceme", "scheme"),
+        (cgx_ray.Cgx, "methd", "method"),
+        (cgx_ray.Flexible, "densites", "densities"),
+    ],
+)
+def test_an_argument_that_is_written_wrong_is_named(take: Callable[..., object], given: str, near: str) -> None:
+    with pytest.raises(cgx_ray.ConfigError, match=f"got unknown (argument|setting) '{given}'; did you mean '{near}'"):
+        take(**{given: "fast"})
+
+
+def test_arguments_are_still_seen_by_tools() -> None:
+    assert list(inspect.signature(cgx_ray.Static).parameters) == ["codec", "scheme", "intra", "period"]
+    assert {"backend", "policy", "fidelity"} <= inspect.signature(cgx_ray.CGXConfig).parameters.keys()
+
+
+def test_a_plan_that_is_none_is_refused() -> None:
+    with pytest.raises(cgx_ray.ConfigError, match="plan 'qsgd' is not allowed; give a Plan"):
+        cgx_ray.attach(nn.Linear(1, 1), plan="qsgd")  # type: ignore[arg-type]
 
 
 def test_one_process_is_told_what_more_would_need(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,7 @@ from cgx_ray.demo.run import DemoOptions
 from cgx_ray.ray_train import config as ray_config
 from cgx_ray.ray_train.compat import TorchBackend
 from cgx_ray.session.attachment import process
-from cgx_ray.session.settings import Off, Settings, of_variable
+from cgx_ray.session.settings import Off, Settings
 
 OWN = {"static": cgx_ray.Static("bf16"), "adaptive": cgx_ray.Adaptive(fidelity="fast")}
 
@@ -52,8 +52,9 @@ def test_errors_name_it_where_it_has_replaced_a_policy(monkeypatch: pytest.Monke
         config = cgx_ray.CGXConfig(policy=given)
         # As a worker of Ray Train gets them.
         settings = replace(pickle.loads(pickle.dumps(config.settings())), silent_s=5.0)
-        is_named = f"(CGX_POLICY={name} is set" in of_variable(settings.chosen_policy)
+        is_named = f"(CGX_POLICY={name} is set" in settings.of_variable
         assert is_named == (not isinstance(given, kept))
+        assert not any(name.startswith("_") for name in vars(settings.policy))
 
 
 def test_a_demo_without_decisions_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -390,7 +390,7 @@ def test_top_attaches_to_a_run_from_another_process_and_ends_with_it(adaptive: A
     assert status == 0, said
     assert re.search(r"^run has ended after step \d+$", said, re.MULTILINE), said
     # A late watcher sees the last decisions only.
-    assert re.search(r"^run: step \d+: .*(->|keep )", once.stdout + said, re.MULTILINE), once.stdout + said
+    assert re.search(r"^run: decided at step \d+: .*(->|keep )", once.stdout + said, re.MULTILINE), once.stdout + said
 
 
 @pytest.mark.parametrize(

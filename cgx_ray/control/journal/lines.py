@@ -39,6 +39,7 @@ from cgx_ray.planner.candidates import CodecCosts
 from cgx_ray.planner.fidelity import expected_loss
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.prediction import Measured, groups_of
+from cgx_ray.units import format_count
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class Journal:
 
     def _lose(self, why: str) -> None:
         if self.num_errors == 0:
-            logger.warning("decisions are no longer written to %s: %s; training goes on", self.path, why)
+            logger.warning("decisions are not written to %s: %s; training goes on", self.path, why)
         self.num_errors += 1
 
 
@@ -140,6 +141,16 @@ def _ends_in_mid_line(file: int) -> bool:
     return size > 0 and os.pread(file, 1, size - 1) != b"\n"
 
 
+def report_hint(journal: Journal) -> str:
+    """Return where to read more of a run."""
+    lost = f"{format_count(journal.num_errors, 'line')} of the journal could not be written"
+    # Not Path.is_file, which raises an error where the folder may not be searched.
+    if journal.num_errors and not os.path.isfile(journal.path):
+        return f"There is no journal: {lost}"
+    hint = f"Report: cgx-ray report {journal.path.parent}"
+    return f"{hint} ({lost})" if journal.num_errors else hint
+
+
 def start_entry(
     policy: Policy,
     layers: Sequence[Layer],
@@ -148,12 +159,17 @@ def start_entry(
     encodes_on: EncodesOn,
     *,
     nodes: Sequence[str],
+    on_one_node: bool,
     time_s: float,
 ) -> dict[str, Any]:
     """Return the journal's first line of a worker group, which begins with `plan`.
 
-    nodes  address of each rank's node; empty if unknown
+    nodes        address of each rank's node; empty if unknown
+    on_one_node  all ranks share memory
     """
+    num_nodes = 1 if on_one_node else len({*nodes})
+    if not on_one_node and num_nodes < 2:
+        num_nodes = plan.world_size
     return {
         "event": "start",
         "format": FORMAT,
@@ -165,7 +181,7 @@ def start_entry(
         "layers": [asdict(layer) for layer in layers],
         "told_codec_s": cost_fields(calibrated_costs),
         "encodes_on": encodes_on,
-        "plan": _plan_fields(plan, layers, num_nodes=len({*nodes}) or plan.world_size),
+        "plan": _plan_fields(plan, layers, num_nodes),
     }
 
 
@@ -177,21 +193,24 @@ def decision_entry(
     measured: Measured,
     situation: Situation,
     made_by: MadeBy,
+    on_one_node: bool,
     step: int,
     time_s: float,
 ) -> dict[str, Any]:
     """Return the journal's line for a decision made after `step` on `measured`.
 
-    situation  given to the policy; for a decision that the policy did not make, what it would have been given
+    situation    given to the policy; for a decision that the policy did not make, what it would have been given
+    on_one_node  all ranks share memory, which `measured` takes for one rank per node
     """
+    num_nodes = 1 if on_one_node else measured.network.num_nodes
     return {
         "event": "decision",
         "time": time_s,
         "step": step,
         "kind": decision.kind,
         "made_by": made_by,
-        "old": _plan_fields(old, measured.layers, measured.network.num_nodes),
-        "new": _plan_fields(new, measured.layers, measured.network.num_nodes),
+        "old": _plan_fields(old, measured.layers, num_nodes),
+        "new": _plan_fields(new, measured.layers, num_nodes),
         "new_groups": [] if new is old else group_fields(new.groups, measured.layers),
         "new_period": new.period,
         "reason": decision.reason,
@@ -262,6 +281,7 @@ def end_entry(*, step: int | None, time_s: float) -> dict[str, Any]:
 
 def _plan_fields(plan: Plan, layers: Sequence[Layer], num_nodes: int) -> dict[str, Any]:
     """Return the plan in one phrase; and the groups, layers, elements and bytes of a step for each option."""
+    plan = plan.on_one_node() if num_nodes == 1 else plan
     options: dict[str, dict[str, Any]] = {}
     for group in groups_of(plan, layers):
         codec = group.option.codec

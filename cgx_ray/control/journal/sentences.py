@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 from cgx_ray.control.policies.policy import MAX_SLOWDOWN
@@ -24,17 +25,20 @@ DENSE = "dense"
 
 
 def decision_line(entry: Mapping[str, Any], codec: str | None = None) -> str:
-    """Return a decision of the journal in at most MAX_LINE characters. `codec`: that is timed by a trial."""
+    """Return a decision of the journal in at most MAX_LINE characters, the cause last. `codec`: timed by a trial.
+
+    Ranks get its plan some steps after the step that it names.
+    """
     old, new, made_by = entry["old"]["plan"], entry["new"]["plan"], entry.get("made_by")
-    at, cause = f"step {entry['step']}: ", entry["situation"]["cause"]
+    at, cause = f"decided at step {entry['step']}: ", entry["situation"]["cause"]
     if made_by == "codec_trial":
-        return _line(f"{at}trying {codec} on one layer, to time it", "", "")
+        return _line(f"{at}trying {codec} on one layer, to time it")
     if made_by == "dense_trial":
-        return _line(f"{at}{DENSE} for a few steps, to compare {old} with it", "", "")
+        return _line(f"{at}{DENSE} for a few steps, to compare {old} with it")
     if made_by == "return":
-        return _line(f"{at}back to {new}", entry["reason"].partition(":")[0], "")
+        return _line(f"{at}back to {new}", cause=entry["reason"].partition(":")[0])
     if entry["kind"] == "keep":
-        return _line(f"{at}stays with {new}", cause, "")
+        return _line(f"{at}stays with {new}", cause=cause)
     if made_by == "guard":
         cause = entry["reason"].partition(";")[0]
     head = f"{at}{new}" if new != old else f"{at}other groups of {new}"
@@ -47,21 +51,22 @@ def decision_line(entry: Mapping[str, Any], codec: str | None = None) -> str:
         tail = f"; predicted {step_s} per step"
     # The old plan is in an earlier line, the cause is not.
     instead = f" instead of {old}" if new != old else ""
-    if len(head) + len(instead) + 2 + len(cause) + len(tail) <= MAX_LINE:
+    if len(head) + len(instead) + len(tail) + 2 + len(cause) <= MAX_LINE:
         head += instead
-    return _line(head, cause, tail)
+    return _line(head, tail, cause)
 
 
-def _line(head: str, cause: str, tail: str) -> str:
-    """Join the parts; a cause for which there is no room is cut, or left out."""
-    room = MAX_LINE - len(head) - len(tail) - 2
+def _line(head: str, tail: str = "", cause: str = "") -> str:
+    """Join the parts; a cause for which there is no room is cut after a word, or left out."""
+    said = head + tail
+    room = MAX_LINE - len(said) - 2
     if cause and room >= min(_MIN_CAUSE, len(cause)):
-        head = f"{head}: {_cut(cause, room)}"
-    return _cut(head + tail, MAX_LINE)
+        said = f"{said}{'; ' if tail else ': '}{_cut(cause, room)}"
+    return _cut(said, MAX_LINE)
 
 
 def _cut(text: str, room: int) -> str:
-    return text if len(text) <= room else f"{text[: room - 3].rstrip()}..."
+    return shorten(text, room, placeholder=" ...")
 
 
 class _InForce(NamedTuple):
@@ -228,8 +233,3 @@ class RunTotals:
         elif self.is_static:
             why = f"as policy static keeps it; {1 - compute:.0%} of a step is not compute, so policy adaptive may help"
         return f"{DENSE} {100 * self.in_dense_s / self.steps_s:.0f} % of the time: {why}"
-
-
-def report_hint(folder: object) -> str:
-    """Return where to read more of a run."""
-    return f"Report: cgx-ray report {folder}"

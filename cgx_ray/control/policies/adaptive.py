@@ -37,7 +37,7 @@ from cgx_ray.control.policies.policy import (
     check_review,
     options_from,
 )
-from cgx_ray.errors import ConfigError
+from cgx_ray.errors import ConfigError, names_arguments
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Given, Option, Scheme, make_plan
 from cgx_ray.planner.candidates import FREE, offloaded
 from cgx_ray.planner.fidelity import (
@@ -63,6 +63,7 @@ BY_HAND = (
 )
 
 
+@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class Adaptive(Policy):
     """Chooses the plan with the smallest score, see the module's docstring.

@@ -21,7 +21,7 @@ from cgx_ray.control.policies.policy import (
     check_name,
     check_review,
 )
-from cgx_ray.errors import ConfigError
+from cgx_ray.errors import ConfigError, names_arguments
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Intra, Option, as_option, preferred_scheme
 from cgx_ray.planner.bits import ALPHA, QSGD, STATIC_BITS, WIDTHS, bits_of
 from cgx_ray.planner.candidates import offloaded
@@ -72,6 +72,7 @@ class PaperPolicy(Policy):
         return {"kind": "paper", "name": self.title}
 
 
+@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class Cgx(PaperPolicy):
     """CGX, section 5: qsgd over sra with bits by layer, chosen again every `review_s`.
@@ -125,6 +126,7 @@ class Cgx(PaperPolicy):
         return cgx_groups(measured, self.codec_by_layer, self.method, self.alpha, self.bits)
 
 
+@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class Flexible(PaperPolicy):
     """Flexible Communication, section 3: top-k, density and collective chosen again when a trigger fires.
@@ -199,6 +201,7 @@ class SearchedGroups(PaperPolicy):
         raise NotImplementedError
 
 
+@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class Cupcake(SearchedGroups):
     """Cupcake (Wang et al. 2023): one codec for all layers, fused so that the step ends the soonest.
@@ -227,6 +230,7 @@ class Cupcake(SearchedGroups):
         return groups_on(measured, self.options, found)
 
 
+@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class ByteComp(SearchedGroups):
     """ByteComp, later Espresso (Wang et al. 2022): each layer by itself, dense, or encoded in one of the ways of its

@@ -12,7 +12,7 @@ from statistics import geometric_mean, harmonic_mean
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from cgx_ray.control.learned.learned_errors import LearnedErrors
-from cgx_ray.errors import ConfigError, PlanError, unknown
+from cgx_ray.errors import ConfigError, PlanError, names_arguments, unknown
 from cgx_ray.plan import (
     DENSE,
     NONE,
@@ -316,6 +316,7 @@ def options_from(candidates: Iterable[Given]) -> tuple[Option, ...]:
     return tuple(dict.fromkeys(found))
 
 
+@names_arguments
 @dataclass(frozen=True)
 class Static(Policy):
     """Keeps one option for the whole run.
