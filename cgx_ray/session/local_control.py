@@ -366,10 +366,11 @@ def _problem_of(journal: Path) -> str:
     """Return why `journal` cannot be written; "" if it can."""
     try:
         journal.parent.mkdir(parents=True, exist_ok=True)
-        journal.open("ab").close()
     except OSError as error:
         return str(error)
-    return ""
+    # An empty journal would be taken for that of an earlier run.
+    may_write = os.access(journal if journal.exists() else journal.parent, os.W_OK)
+    return "" if may_write else f"no permission: {journal}"
 
 
 def _may_restart() -> bool:

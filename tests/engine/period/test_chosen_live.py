@@ -71,7 +71,7 @@ def test_the_journal_says_why_and_the_decisions_can_be_made_again(
     lines = [json.loads(line) for line in (folder / "decisions.jsonl").read_text().splitlines()]
     assert [problem for line in lines if (problem := journal_problem(line))] == []
     reasons = [line["reason"] for line in lines if line["event"] == "decision"]
-    assert any("steps was measured to end" in reason for reason in reasons), reasons
+    assert any("steps is expected to end" in reason for reason in reasons), reasons
     report = ["report", str(folder), "--html", str(tmp_path / "r.html"), "--plot", str(tmp_path / "r.png")]
     for command in (["replay", str(folder / "decisions.jsonl")], report, ["top", "--once", str(folder)]):
         shown = CliRunner().invoke(main, command)
