@@ -6,7 +6,8 @@ from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.paper_policies import ByteComp, Cgx, Cupcake, Flexible
 from cgx_ray.control.policies.policy import Decision, PlannerInput, Policy, Situation, Static, options_from
 from cgx_ray.plan import CodecSpec, Option
-from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction
+from cgx_ray.planner.planned_group import PlannedGroup
+from cgx_ray.planner.prediction import Measured, Prediction
 
 __all__ = [
     "Adaptive",

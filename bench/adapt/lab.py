@@ -42,7 +42,8 @@ from cgx_ray.lab.namespaces import Lab
 from cgx_ray.plan import Plan
 from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.fidelity import Fidelity
-from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
+from cgx_ray.planner.planned_group import groups_of
+from cgx_ray.planner.prediction import Measured, Prediction, predict
 from cgx_ray.report.result import Row
 
 # Seconds between two looks at whether the ranks still live, and at the clock.

@@ -28,7 +28,8 @@ from cgx_ray.lab.namespaces import Lab
 from cgx_ray.plan import make_plan
 from cgx_ray.planner.fidelity import Fidelity
 from cgx_ray.planner.joint import best_plan
-from cgx_ray.planner.prediction import PlannedGroup, groups_of, predict
+from cgx_ray.planner.planned_group import PlannedGroup, groups_of
+from cgx_ray.planner.prediction import predict
 from cgx_ray.report.result import Row
 
 # Largest ratio of a plan's seconds per progress to dense that keeps the promise.

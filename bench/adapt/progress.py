@@ -16,7 +16,8 @@ from typing import NamedTuple
 from bench.adapt.lab_cases import LabPhase
 from bench.step.cases import StepNetwork
 from cgx_ray.plan import Plan
-from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of, predict
+from cgx_ray.planner.planned_group import PlannedGroup, groups_of
+from cgx_ray.planner.prediction import Measured, predict
 
 
 class WeightedStep(NamedTuple):

@@ -14,7 +14,8 @@ from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.policy import Decision
 from cgx_ray.monitors.sample import Bandwidth, HostLoad, NodeSample, StepSample, node_steps
 from cgx_ray.plan import Plan
-from cgx_ray.planner.prediction import groups_of, predict
+from cgx_ray.planner.planned_group import groups_of
+from cgx_ray.planner.prediction import predict
 
 REPORT_S = 1.0
 _QUIET = HostLoad(sent_bytes_per_s=0.0, received_bytes_per_s=0.0)

@@ -9,7 +9,8 @@ from cgx_ray.plan import DENSE, CodecSpec, Option, Scheme
 from cgx_ray.planner.bits import QSGD
 from cgx_ray.planner.papers.groups import groups_on, pipeline_of
 from cgx_ray.planner.pipeline import GroupEnd, Groups, Pipeline
-from cgx_ray.planner.prediction import Measured, PlannedGroup
+from cgx_ray.planner.planned_group import PlannedGroup
+from cgx_ray.planner.prediction import Measured
 
 QSGD_SRA = Option(codec=QSGD, scheme=Scheme.SRA)
 TOPK_ALLGATHER = Option(codec=CodecSpec(name="topk", density=0.01), scheme=Scheme.ALLGATHER)

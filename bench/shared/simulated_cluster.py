@@ -38,7 +38,8 @@ from cgx_ray.planner.candidates import CodecCost, CodecCosts, candidate_options
 from cgx_ray.planner.cost import Link, Network, exchange_s
 from cgx_ray.planner.models import ModelDescription, load_model
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
-from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, groups_of, predict
+from cgx_ray.planner.planned_group import PlannedGroup, groups_of
+from cgx_ray.planner.prediction import Measured, Prediction, predict
 from cgx_ray.planner.scenario import TYPICAL_GAINS
 
 # 314 tensors.

@@ -20,7 +20,8 @@ from cgx_ray.planner.fidelity import USUAL_MIN_GAIN
 from cgx_ray.planner.joint import best_plan
 from cgx_ray.planner.papers.cgx import layer_bits
 from cgx_ray.planner.papers.flexible import choose
-from cgx_ray.planner.prediction import Measured, PlannedGroup, predict
+from cgx_ray.planner.planned_group import PlannedGroup
+from cgx_ray.planner.prediction import Measured, predict
 from cgx_ray.planner.scenario import TYPICAL_GAINS
 
 

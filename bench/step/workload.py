@@ -15,7 +15,8 @@ from cgx_ray.plan import CodecSpec, Layer, Plan, Scheme
 from cgx_ray.planner import models
 from cgx_ray.planner.candidates import CodecCosts
 from cgx_ray.planner.cost import Link, Network, terms
-from cgx_ray.planner.prediction import Measured, groups_of, predict
+from cgx_ray.planner.planned_group import groups_of
+from cgx_ray.planner.prediction import Measured, predict
 from cgx_ray.planner.scenario import typical_gains
 from cgx_ray.untrusted import read_table
 

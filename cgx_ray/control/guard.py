@@ -10,7 +10,8 @@ from cgx_ray.control.learned.measured import is_dense
 from cgx_ray.control.policies.policy import Decision
 from cgx_ray.control.trial.measuring_steps import MeasuringSteps
 from cgx_ray.control.worker_group import WorkerGroupState
-from cgx_ray.planner.prediction import groups_of, predict
+from cgx_ray.planner.planned_group import groups_of
+from cgx_ray.planner.prediction import predict
 
 
 def replace_by_dense(state: WorkerGroupState, reason: str) -> Decision:

@@ -46,7 +46,8 @@ from cgx_ray.control.trial.measuring_steps import COMPARED, MeasuringSteps, code
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import Fault, NodeSample
 from cgx_ray.plan import Layer, Lease, Plan
-from cgx_ray.planner.prediction import Measured, groups_of, predict
+from cgx_ray.planner.planned_group import groups_of
+from cgx_ray.planner.prediction import Measured, predict
 
 logger = logging.getLogger(__name__)
 

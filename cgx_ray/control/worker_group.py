@@ -40,7 +40,8 @@ from cgx_ray.monitors.sample import NodeSample, NodeStep
 from cgx_ray.plan import MAX_PERIOD, STEPS_TOGETHER, Option, Plan, spoken
 from cgx_ray.planner.bits import bits_of
 from cgx_ray.planner.cost import Link
-from cgx_ray.planner.prediction import Measured, groups_of
+from cgx_ray.planner.planned_group import groups_of
+from cgx_ray.planner.prediction import Measured
 from cgx_ray.units import format_seconds
 
 

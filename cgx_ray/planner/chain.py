@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from cgx_ray.plan import MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, NONE, CodecSpec, Layer, Option, Scheme
 from cgx_ray.planner.pipeline import GroupCost, GroupEnd, Pipeline, cheapest, group_cost, undominated
-from cgx_ray.planner.prediction import Measured, PlannedGroup
+from cgx_ray.planner.planned_group import PlannedGroup
+from cgx_ray.planner.prediction import Measured
 from cgx_ray.planner.search import search
 
 # Places at which the search may end a group. Its time grows with their square: for 2,000 it took 4.4 s.

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DEFAULT_GROUP_BYTES, DENSE, NONE, Intra, Option, Scheme
 from cgx_ray.planner.chain import FoundGroups, LayerChain
-from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
+from cgx_ray.planner.planned_group import PlannedGroup
+from cgx_ray.planner.prediction import Measured, Prediction, predict
 
 MAX_GAP = 0.001
 # Relative difference of scores that counts as none.

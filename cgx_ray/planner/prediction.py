@@ -30,6 +30,7 @@ from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.engine_cost import HOST_ENGINE, EngineCost
 from cgx_ray.planner.fidelity import expected_loss, period_loss
 from cgx_ray.planner.legs import EncodesOn, copy_s, exchange_stages, legs
+from cgx_ray.planner.planned_group import PlannedGroup, period_of
 from cgx_ray.planner.scheme_costs import cost_of_scheme
 from cgx_ray.planner.timeline import Stage, StepPart, Timeline, simulate
 
@@ -215,36 +216,6 @@ class Measured:
         return (
             host_name(option.codec) if self.bus is not None and self.network.needs_host(option) else str(option.codec)
         )
-
-
-class PlannedGroup(NamedTuple):
-    """Names and sizes of the layers that are sent together, and their option.
-
-    is_fixed  as in `GroupPlan`
-    period    as in `Plan`, the same for all its groups
-    """
-
-    layers: tuple[str, ...]
-    numel: int
-    dense_bytes: int
-    option: Option
-    is_fixed: bool = False
-    period: int = 1
-
-    @classmethod
-    def of(cls, layers: Sequence[Layer], option: Option, *, is_fixed: bool = False, period: int = 1) -> PlannedGroup:
-        return cls(
-            tuple(layer.name for layer in layers),
-            sum(layer.numel for layer in layers),
-            sum(layer.dense_bytes for layer in layers),
-            option,
-            is_fixed,
-            period,
-        )
-
-    @property
-    def wire_bytes(self) -> int:
-        return self.option.codec.payload_bytes(self.numel, self.dense_bytes // self.numel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -458,19 +429,3 @@ def _efficiency(shares: Sequence[tuple[float, float]], numel: int) -> float:
     The sum is that of what is lost, so shares of 1 give exactly 1. Different codecs may lose more than all.
     """
     return max(0.0, 1 - math.fsum((1 - share) * counted for share, counted in shares) / numel)
-
-
-def groups_of(plan: Plan, layers: Iterable[Layer]) -> tuple[PlannedGroup, ...]:
-    """Return the groups of a plan for `layers`."""
-    by_name = {layer.name: layer for layer in layers}
-    return tuple(
-        PlannedGroup.of(
-            [by_name[name] for name in group.layers], group.option, is_fixed=group.is_fixed, period=plan.period
-        )
-        for group in plan.groups
-    )
-
-
-def period_of(groups: Sequence[PlannedGroup]) -> int:
-    """Return the period of the plan with `groups`."""
-    return groups[0].period if groups else 1

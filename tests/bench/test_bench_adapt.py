@@ -21,7 +21,8 @@ from bench.adapt.papers import compare_papers, paper_rows
 from bench.shared.simulated_cluster import WORLD, ClusterErrors, ClusterState, SimulatedCluster
 from cgx_ray.control.policies.paper_policies import ByteComp, Cupcake
 from cgx_ray.plan import DENSE, make_plan
-from cgx_ray.planner.prediction import groups_of, predict
+from cgx_ray.planner.planned_group import groups_of
+from cgx_ray.planner.prediction import predict
 
 NO_ERRORS = ClusterErrors(step_noise=0.0, switch_s=0.0)
 

@@ -8,7 +8,7 @@ import pytest
 from support.control_runs import LAYERS, FakeTraining, start
 
 from cgx_ray.control.learned.measured import is_dense
-from cgx_ray.planner.prediction import groups_of
+from cgx_ray.planner.planned_group import groups_of
 
 FAST, SLOW = 1.0, 0.05
 

@@ -17,7 +17,8 @@ from cgx_ray.control.trial.outcome import PairedStep
 from cgx_ray.control.trial.steps_beside_predictions import StepsBesidePredictions
 from cgx_ray.plan import DENSE, Option, Plan, Scheme, make_plan
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.prediction import Measured, groups_of
+from cgx_ray.planner.planned_group import groups_of
+from cgx_ray.planner.prediction import Measured
 
 BF16 = Option.parse("bf16 over sra")
 

@@ -19,7 +19,8 @@ from cgx_ray.plan import DENSE, CodecSpec, Layer, Option, Plan, Scheme
 from cgx_ray.planner.candidates import candidate_options
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.joint import best_plan
-from cgx_ray.planner.prediction import Measured, groups_of, predict
+from cgx_ray.planner.planned_group import groups_of
+from cgx_ray.planner.prediction import Measured, predict
 from cgx_ray.session.settings import Settings
 
 QSGD8 = Option(codec=CodecSpec(name="qsgd", bits=8), scheme=Scheme.SRA)

@@ -9,7 +9,7 @@ from support.control_runs import COST
 
 from cgx_ray.control.learned.learned_errors import MEMORY_S, LearnedErrors
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Layer, Option, Scheme
-from cgx_ray.planner.prediction import PlannedGroup
+from cgx_ray.planner.planned_group import PlannedGroup
 
 QSGD, BF16 = CodecSpec(name="qsgd", bits=4, bucket_size=128), CodecSpec(name="bf16")
 LAYERS = (Layer(name="a", numel=3_000_000, ndim=2), Layer(name="b", numel=1_000_000, ndim=2))

@@ -21,7 +21,7 @@ from cgx_ray.control.trial.bans import Bans
 from cgx_ray.plan import CodecSpec, Option, Scheme
 from cgx_ray.planner.candidates import candidate_options, host_name
 from cgx_ray.planner.cost import Link
-from cgx_ray.planner.prediction import PlannedGroup
+from cgx_ray.planner.planned_group import PlannedGroup
 from cgx_ray.report.journal_schema import JOURNAL_SCHEMA
 from cgx_ray.session.calibrate import may_offload, measure_bus
 from cgx_ray.session.settings import Settings

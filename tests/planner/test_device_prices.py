@@ -24,7 +24,8 @@ from cgx_ray.planner.engine_cost import HOST_ENGINE, EngineCost
 from cgx_ray.planner.joint import MAX_ERROR, best_plan
 from cgx_ray.planner.legs import exchange_stages, legs
 from cgx_ray.planner.pipeline import Pipeline, group_cost
-from cgx_ray.planner.prediction import Measured, PlannedGroup, predict
+from cgx_ray.planner.planned_group import PlannedGroup
+from cgx_ray.planner.prediction import Measured, predict
 from cgx_ray.planner.profile import Profile, load_profile, save_profile
 from cgx_ray.planner.search import search
 from cgx_ray.planner.timeline import Resource, Stage

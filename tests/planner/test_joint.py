@@ -21,7 +21,8 @@ from cgx_ray.planner.joint import MAX_ERROR, MAX_GAP, best_plan
 from cgx_ray.planner.legs import exchange_stages, legs
 from cgx_ray.planner.models import MODEL_NAMES, load_model
 from cgx_ray.planner.pipeline import Pipeline, cheapest, group_cost
-from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of, predict
+from cgx_ray.planner.planned_group import PlannedGroup, groups_of
+from cgx_ray.planner.prediction import Measured, predict
 from cgx_ray.planner.timeline import Resource
 
 THREAD_S, MESSAGE_S = HOST_ENGINE.thread_s, HOST_ENGINE.message_s

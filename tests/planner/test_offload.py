@@ -17,7 +17,8 @@ from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.joint import MAX_ERROR, best_plan
 from cgx_ray.planner.legs import exchange_stages
 from cgx_ray.planner.pipeline import Pipeline, group_cost
-from cgx_ray.planner.prediction import Measured, PlannedGroup, predict
+from cgx_ray.planner.planned_group import PlannedGroup
+from cgx_ray.planner.prediction import Measured, predict
 from cgx_ray.planner.search import search
 from cgx_ray.planner.timeline import Resource, simulate
 

@@ -7,7 +7,8 @@ import pytest
 from cgx_ray.plan import DENSE, Layer
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.papers.groups import pipeline_of
-from cgx_ray.planner.prediction import Measured, PlannedGroup
+from cgx_ray.planner.planned_group import PlannedGroup
+from cgx_ray.planner.prediction import Measured
 
 EMBED = Layer(name="embed", numel=1_000_000, ndim=2)
 

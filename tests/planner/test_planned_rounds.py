@@ -28,7 +28,8 @@ from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.fidelity import PERIOD_LOSSES, PERIODS, Fidelity, loss_of, period_loss, periods_of
 from cgx_ray.planner.joint import MAX_ERROR, best_round
-from cgx_ray.planner.prediction import Measured, Prediction, groups_of, predict
+from cgx_ray.planner.planned_group import groups_of
+from cgx_ray.planner.prediction import Measured, Prediction, predict
 
 QSGD = Option(codec=CodecSpec.parse("qsgd:bits=4"), scheme=Scheme.SRA)
 TOPK = Option(codec=CodecSpec.parse("topk:density=0.01"), scheme=Scheme.ALLGATHER)

@@ -16,7 +16,8 @@ from cgx_ray.planner.candidates import CodecCost, candidate_options, efficiency
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.engine_cost import HOST_ENGINE
 from cgx_ray.planner.pipeline import GroupEnd, Pipeline, group_cost
-from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
+from cgx_ray.planner.planned_group import PlannedGroup
+from cgx_ray.planner.prediction import Measured, Prediction, predict
 
 THREAD_S = HOST_ENGINE.thread_s
 DENSITIES = (0.1, 0.01, 0.001)

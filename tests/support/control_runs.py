@@ -30,7 +30,7 @@ from cgx_ray.plan import Layer, Option, Plan, make_plan
 from cgx_ray.planner.bits import WIDTHS
 from cgx_ray.planner.candidates import CodecCost, candidate_options
 from cgx_ray.planner.cost import Link
-from cgx_ray.planner.prediction import groups_of
+from cgx_ray.planner.planned_group import groups_of
 
 WORLD = 4
 

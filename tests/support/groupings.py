@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from cgx_ray.plan import Layer, Option
-from cgx_ray.planner.prediction import PlannedGroup
+from cgx_ray.planner.planned_group import PlannedGroup
 
 
 def all_plans(layers: Sequence[Layer], options: Sequence[Option]) -> Iterator[list[PlannedGroup]]:

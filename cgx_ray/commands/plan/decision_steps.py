@@ -9,7 +9,8 @@ from cgx_ray.commands.plan.plan_picture import draw_change
 from cgx_ray.control.journal.recorded import read_groups, read_layers, read_situation
 from cgx_ray.errors import CGXError
 from cgx_ray.plan import Plan
-from cgx_ray.planner.prediction import groups_of, predict
+from cgx_ray.planner.planned_group import groups_of
+from cgx_ray.planner.prediction import predict
 from cgx_ray.report.record import RunRecord
 from cgx_ray.report.run_pictures import Picture
 from cgx_ray.report.svg import WIDTH

@@ -38,7 +38,8 @@ from cgx_ray.plan import Layer, Plan
 from cgx_ray.planner.candidates import CodecCosts
 from cgx_ray.planner.fidelity import expected_loss
 from cgx_ray.planner.legs import EncodesOn
-from cgx_ray.planner.prediction import Measured, groups_of
+from cgx_ray.planner.planned_group import groups_of
+from cgx_ray.planner.prediction import Measured
 from cgx_ray.units import format_count
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,8 @@ from cgx_ray.plan import GroupPlan, Layer, Option, Plan
 from cgx_ray.planner.candidates import CodecCost, CodecCosts
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.engine_cost import HOST_ENGINE, EngineCost
-from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of, period_of
+from cgx_ray.planner.planned_group import PlannedGroup, groups_of, period_of
+from cgx_ray.planner.prediction import Measured
 
 
 def situation_fields(situation: Situation) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from cgx_ray.control.learned.measured import dense_shares
 from cgx_ray.control.network.changes import WINDOW_S
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Device, Option
 from cgx_ray.planner.candidates import CodecCost, CodecCosts
-from cgx_ray.planner.prediction import PlannedGroup, Prediction
+from cgx_ray.planner.planned_group import PlannedGroup
+from cgx_ray.planner.prediction import Prediction
 
 # Seconds after which an error that was not measured again is forgotten: what made an option slow may have passed. They
 # double with each plan that was slower than dense on the same network, since a trial costs slow steps.

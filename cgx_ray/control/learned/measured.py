@@ -10,7 +10,8 @@ from cgx_ray.monitors.sample import InsideLink, StepValues
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Layer, Option, Plan
 from cgx_ray.planner.bits import QSGD
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.prediction import Measured, PlannedGroup
+from cgx_ray.planner.planned_group import PlannedGroup
+from cgx_ray.planner.prediction import Measured
 
 # Link between two ranks that share memory where they have not measured it: 100 MB among 4 ranks took 90 ms on 2 cores
 # (docs/log/2026-11-21.md).

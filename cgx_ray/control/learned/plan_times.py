@@ -11,7 +11,8 @@ from cgx_ray.control.learned.learned_errors import MEMORY_S, Earlier
 from cgx_ray.control.network.changes import is_other_latency
 from cgx_ray.control.network.estimate import NOISE
 from cgx_ray.planner.cost import Link
-from cgx_ray.planner.prediction import Measured, PlannedGroup
+from cgx_ray.planner.planned_group import PlannedGroup
+from cgx_ray.planner.prediction import Measured
 
 Groups = tuple[PlannedGroup, ...]
 

@@ -51,7 +51,8 @@ from cgx_ray.planner.fidelity import (
 )
 from cgx_ray.planner.joint import BestPlan, best_plan
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
-from cgx_ray.planner.prediction import PlannedGroup, Prediction, groups_of, period_of, predict
+from cgx_ray.planner.planned_group import PlannedGroup, groups_of, period_of
+from cgx_ray.planner.prediction import Prediction, predict
 
 # Codecs and schemes of the plans that users write by hand. Each, with every `intra` and device, is compared with the
 # best plan.

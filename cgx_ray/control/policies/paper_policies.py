@@ -32,7 +32,8 @@ from cgx_ray.planner.papers.cupcake import cupcake
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES, PRICES, FlexibleLoop
 from cgx_ray.planner.papers.flexible import METHODS as FLEXIBLE_METHODS
 from cgx_ray.planner.papers.groups import groups_on, pipeline_of
-from cgx_ray.planner.prediction import Measured, PlannedGroup, predict
+from cgx_ray.planner.planned_group import PlannedGroup
+from cgx_ray.planner.prediction import Measured, predict
 
 # Seconds between two looks at the triggers of Flexible Communication.
 TRIGGER_S = 20.0

@@ -30,7 +30,8 @@ from cgx_ray.planner.bits import QSGD
 from cgx_ray.planner.candidates import codec_options
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.joint import BestPlan, as_round, best_plan
-from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, groups_of, predict
+from cgx_ray.planner.planned_group import PlannedGroup, groups_of
+from cgx_ray.planner.prediction import Measured, Prediction, predict
 
 # Seconds after a decision before a policy is asked again without any other cause. Rare enough to cost nothing, frequent
 # enough to follow slow trends.

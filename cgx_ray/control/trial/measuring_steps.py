@@ -16,7 +16,8 @@ from cgx_ray.control.network.estimate import NOISE, Z_95
 from cgx_ray.control.policies.policy import MAX_SLOWDOWN, Decision, Policy, Situation
 from cgx_ray.control.trial.outcome import PlanRecord
 from cgx_ray.plan import CodecSpec, Option, Plan, preferred_scheme
-from cgx_ray.planner.prediction import Measured, PlannedGroup, Prediction, predict
+from cgx_ray.planner.planned_group import PlannedGroup
+from cgx_ray.planner.prediction import Measured, Prediction, predict
 
 # Standard errors by which a plan must be over MAX_SLOWDOWN right after a comparison to be taken back. Less than
 # `evidence.SURE`: dense is what was promised, and costs little if the two are that near. Without any, plans are taken

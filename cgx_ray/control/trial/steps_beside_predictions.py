@@ -24,7 +24,8 @@ from cgx_ray.control.trial.outcome import PairedStep, PlanRecord
 from cgx_ray.plan import CodecSpec, Layer, Option, Plan
 from cgx_ray.planner.candidates import FREE, CodecCost, CodecCosts
 from cgx_ray.planner.cost import Link
-from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of, period_of, predict
+from cgx_ray.planner.planned_group import PlannedGroup, groups_of, period_of
+from cgx_ray.planner.prediction import Measured, predict
 
 # Least seconds that a codec is taken to need: a clock cannot measure less.
 MIN_CODEC_S = 1e-7

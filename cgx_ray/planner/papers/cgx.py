@@ -29,7 +29,8 @@ from cgx_ray.planner.bits import (
     total,
 )
 from cgx_ray.planner.papers.groups import uniform_groups
-from cgx_ray.planner.prediction import Measured, PlannedGroup
+from cgx_ray.planner.planned_group import PlannedGroup
+from cgx_ray.planner.prediction import Measured
 
 
 def kmeans(problem: BitsProblem) -> BitsChoice:

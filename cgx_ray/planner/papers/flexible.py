@@ -34,7 +34,8 @@ from cgx_ray.planner.candidates import CodecCost
 from cgx_ray.planner.cost import Link, Network, check_exchange, terms
 from cgx_ray.planner.legs import legs
 from cgx_ray.planner.papers.groups import uniform_groups
-from cgx_ray.planner.prediction import Measured, PlannedGroup
+from cgx_ray.planner.planned_group import PlannedGroup
+from cgx_ray.planner.prediction import Measured
 
 # Section 3-E1: from 0.001 by factors of 3 to 0.1.
 CANDIDATE_DENSITIES = (0.1, 0.033, 0.011, 0.004, 0.001)

@@ -12,7 +12,8 @@ from cgx_ray.plan import DENSE, CodecSpec, Option, Scheme, make_plan
 from cgx_ray.planner.candidates import FREE
 from cgx_ray.planner.chain import backward_until, place_fixed
 from cgx_ray.planner.pipeline import Groups, Pipeline, group_cost
-from cgx_ray.planner.prediction import Measured, PlannedGroup, groups_of
+from cgx_ray.planner.planned_group import PlannedGroup, groups_of
+from cgx_ray.planner.prediction import Measured
 
 
 def uniform_groups(
