@@ -25,7 +25,7 @@ class Averaging:
 
     def __init__(self, model: DistributedDataParallel, way: StepWay) -> None:
         if way.kind != "ddp":
-            register_hook(model, way.kind, way.codec)
+            register_hook(model, way.kind, way.codec, share_sent=way.share_sent)
 
     def end_step(self) -> None:
         """Finish a step after its backward."""

@@ -10,8 +10,9 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.planner.cost import Link
 from cgx_ray.units import compact_rate, format_rate, format_seconds
 
-# "local_sgd": torch's hook and averager of parameters; "torchft_...": see `step.torchft_rounds`; "grace": see
-# `step.grace`; "engine": with one codec; "planned": with a plan of `step.plans`.
+# "local_sgd": torch's hook and averager of parameters; "truncated": the vendor sums a part of each bucket;
+# "torchft_...": see `step.torchft_rounds`; "grace": see `step.grace`; "engine": with one codec; "planned": with a plan
+# of `step.plans`.
 Kind = Literal[
     "noop",
     "ddp",
@@ -19,6 +20,7 @@ Kind = Literal[
     "bf16_hook",
     "powersgd_hook",
     "local_sgd",
+    "truncated",
     "torchft_local_sgd",
     "torchft_diloco",
     "grace",
@@ -38,6 +40,7 @@ class StepWay:
     period         steps between two exchanges; with more than 1, a step is the mean one of a round
     planner        of kind "planned", a name in `step.plans.PLANNERS`
     bucket_cap_mb  None: DDP's default, a first bucket of 1 MiB and then 25 MiB
+    share_sent     of kind "truncated": share of a bucket that is summed
     """
 
     name: str
@@ -47,6 +50,7 @@ class StepWay:
     period: int = 1
     planner: str = ""
     bucket_cap_mb: int | None = None
+    share_sent: float = 1.0
 
     @property
     def has_engine(self) -> bool:
@@ -83,11 +87,23 @@ _SMALL_BUCKETS = tuple(
     replace(way, name=f"{way.name}_4mb", bucket_cap_mb=4) for way in _USUAL_BUCKETS if way.name in _IN_BOTH
 )
 WAYS = {way.name: way for way in (*_USUAL_BUCKETS, *_SMALL_BUCKETS)}
+# What compression could bring at most: a codec that takes no time (CGX, Figure 1 and Table 8, which call this N/gamma).
+SWEEP = {
+    way.name: way
+    for way in (
+        WAYS["noop"],
+        WAYS["ddp"],
+        *(
+            StepWay(name=f"sum_of_1_{gamma}", kind="truncated", share_sent=1 / gamma)
+            for gamma in (2, 4, 8, 16, 32, 64, 256)
+        ),
+    )
+}
 # On loopback nothing limits the rate, so neither a limit nor a plan is known there.
 LOOPBACK_WAYS = tuple(
     way for way in WAYS.values() if way.kind in ("noop", "ddp") or (way.kind, way.codec) == ("engine", "none")
 )
-_QUICK_WAYS = ("noop", "ddp", "engine_qsgd", "joint")
+_QUICK_WAYS = ("noop", "ddp", "engine_qsgd", "joint", "sum_of_1_4")
 
 # Largest seconds of a way as multiples of another way's, and of its limit.
 PEER_GOALS = {
@@ -161,7 +177,7 @@ class StepOptions:
             raise ConfigError(f"rounds {self.num_rounds} is not allowed; give 1 or more, such as 4")
         if not 0 < self.backward_s <= 60:
             raise ConfigError(f"backward {self.backward_s:g} s is not allowed; give more than 0 s and at most 60 s")
-        if unknown := [name for name in self.ways if name not in WAYS]:
+        if unknown := [name for name in self.ways if name not in WAYS | SWEEP]:
             raise ConfigError(f"unknown way {unknown[0]!r}; known: {', '.join(WAYS)}")
 
     @property
@@ -179,7 +195,7 @@ class StepOptions:
     def ways_on(self, network: StepNetwork) -> tuple[StepWay, ...]:
         """Return the ways to time on `network`, in the order of `WAYS`."""
         names = self.ways or (_QUICK_WAYS if self.quick else tuple(WAYS))
-        possible = LOOPBACK_WAYS if network == LOOPBACK else tuple(WAYS.values())
+        possible = LOOPBACK_WAYS if network == LOOPBACK else tuple((WAYS | SWEEP).values())
         return tuple(way for way in possible if way.name in names)
 
 

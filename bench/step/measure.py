@@ -24,6 +24,7 @@ from bench.step.cases import (
     LIMIT_GOALS,
     PEER_GOALS,
     PREDICTION_GOAL,
+    SWEEP,
     WAYS,
     StepNetwork,
     StepOptions,
@@ -34,6 +35,7 @@ from bench.step.cases import (
 from bench.step.workload import Workload, predicted_s
 from cgx_ray.commands.options import FILE
 from cgx_ray.engine.chrome_trace import PhaseSpan, chrome_trace
+from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.plan import Plan
 from cgx_ray.planner.candidates import CodecCost, CodecCosts
@@ -52,6 +54,9 @@ _STEPS_PER_TURN = 2
 @click.option("--ranks", default=4, show_default=True, help="Processes, one per host of the lab; the goals are for 4.")
 @click.option("--rounds", default=4, show_default=True, help="Rounds; each times two steps of every way.")
 @click.option("--ways", metavar="NAME,...", help="Time these only, such as noop,ddp,joint.  [default: all]")
+@click.option(
+    "--sweep", is_flag=True, help="Sum 1/2, 1/4, ... of each bucket only: what compression can bring at most."
+)
 @click.option("--trace", type=FILE, help="Write one step's timeline per way of the engine, for ui.perfetto.dev.")
 def step(
     run: BenchRun,
@@ -62,6 +67,7 @@ def step(
     ranks: int,
     rounds: int,
     ways: str | None,
+    sweep: bool,
     trace: Path | None,
 ) -> Iterable[Row]:
     """Time a step with DDP, torch's hooks and the engine.
@@ -69,13 +75,15 @@ def step(
     The engine runs with several codecs and with the planner's plan, on loopback and on an emulated network. Layers and
     sizes are those of a model; backward only sleeps.
     """
+    if sweep and ways is not None:
+        raise ConfigError("--sweep has ways of its own; leave --ways out")
     options = StepOptions(
         model=model,
         backward_s=parse_seconds("backward", backward),
         network=StepNetwork(rate_bit_per_s=parse_rate("rate", rate), latency_s=parse_seconds("latency", latency)),
         num_ranks=ranks,
         num_rounds=rounds,
-        ways=tuple(ways.split(",")) if ways else (),
+        ways=tuple(SWEEP) if sweep else tuple(ways.split(",")) if ways else (),
     )
     options = quick_options(options) if run.quick else options
     run.title += f", {options.model}, {options.num_ranks} ranks, {1e3 * options.backward_s:g} ms of backward"

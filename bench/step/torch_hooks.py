@@ -24,10 +24,17 @@ def _bf16_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torc
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
-def register_hook(model: DistributedDataParallel, kind: Kind, codec: str = "none") -> None:
+def _sum_part(share: float, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    grad_N = bucket.buffer()
+    work = dist.all_reduce(grad_N[: max(1, round(share * grad_N.numel()))], async_op=True)
+    return work.get_future().then(lambda _: grad_N)
+
+
+def register_hook(model: DistributedDataParallel, kind: Kind, codec: str = "none", *, share_sent: float = 1.0) -> None:
     """Average the gradients of `model` by a hook of torch; "noop" and "local_sgd" leave them as they are.
 
-    codec  of "powersgd_hook": has its rank
+    codec       of "powersgd_hook": has its rank
+    share_sent  of "truncated", which sums the first part of each bucket
     """
     hooks: dict[str, Callable[..., Any]] = {
         "noop": debugging_hooks.noop_hook,
@@ -35,8 +42,9 @@ def register_hook(model: DistributedDataParallel, kind: Kind, codec: str = "none
         "bf16_hook": _bf16_hook,
         "powersgd_hook": powersgd.powerSGD_hook,
         "local_sgd": local_sgd.post_localSGD_hook,
+        "truncated": _sum_part,
     }
-    state: Any = None
+    state: Any = share_sent if kind == "truncated" else None
     if kind == "powersgd_hook":
         state = powersgd.PowerSGDState(
             process_group=None,

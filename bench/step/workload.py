@@ -145,6 +145,8 @@ class Workload:
                 rank = CodecSpec.parse(way.codec).rank
                 assert rank is not None
                 num_bytes = sum(_powersgd_bytes(shape, rank) for shape in self.shapes)
+            case "truncated":
+                num_bytes *= way.share_sent
             case "grace":
                 codec = CodecSpec.parse(way.codec)
                 scheme, num_bytes = Scheme.ALLGATHER, sum(codec.payload_bytes(layer.numel) for layer in self.layers)

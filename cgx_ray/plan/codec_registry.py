@@ -89,6 +89,8 @@ def _with_colon(name: str, parameters: str) -> str:
 def _load(name: str) -> CodecRecord:
     entry = _offered().get(name)
     if entry is None:
+        if name == "dense":
+            raise ConfigError("unknown codec 'dense'; give 'none', which sends gradients as they are")
         first, _, rest = name.partition(" ")
         if rest and first in known_codecs():
             raise ConfigError(f"unknown codec {name!r}; {_with_colon(first, rest)}")

@@ -18,7 +18,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cgx_ray.control.controller import ACTOR_OPTIONS, Controller
 from cgx_ray.control.history import History, Snapshot
 from cgx_ray.control.live_state import NAMESPACE, new_actor_name
-from cgx_ray.errors import StateError, names_arguments
+from cgx_ray.errors import ConfigError, StateError, names_arguments
+from cgx_ray.plan import known_codecs
 from cgx_ray.ray_train.agent_watch import MAX_RESTARTS, AgentWatch, node_addresses, start_agents
 from cgx_ray.ray_train.compat import RunFacts, TorchBackend, TorchConfig, run_facts
 from cgx_ray.ray_train.worker import close_ray_session, open_ray_session
@@ -46,6 +47,12 @@ class CGXConfig(Settings, TorchConfig):
 
     # Settings and TorchConfig both have timeout_s. Keep TorchConfig's default.
     timeout_s: int = TorchConfig.timeout_s
+
+    def __post_init__(self, *arguments: Any) -> None:
+        # The first argument without a name, of TorchConfig.
+        if isinstance(self.backend, str) and self.backend.partition(":")[0] in known_codecs():
+            raise ConfigError(f"backend {self.backend!r} is a codec; give it by name, as codec={self.backend!r}")
+        super().__post_init__(*arguments)
 
     @property
     def backend_cls(self) -> type[CGXBackend]:

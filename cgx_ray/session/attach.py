@@ -194,6 +194,8 @@ def _check_given(
     if rules and (plan is not None or (in_ray and policy is None and not given)):
         where = "make_plan" if plan is not None else "CGXConfig, whose controller makes the plans"
         raise ConfigError(f"attach got {rules[0]}, which changes no plan here; give it to {where}")
+    if not isinstance(folder, str | os.PathLike | None):
+        raise ConfigError(f"folder {folder!r} is not allowed; give a path")
     if folder is not None and (plan is not None or in_ray):
         why = "a plan, which nothing replaces" if plan is not None else "a Ray Train worker, where CGXConfig decides"
         raise ConfigError(f"attach got a folder for decisions and {why}; leave the folder out")

@@ -18,6 +18,7 @@ from bench.step.cases import (
     GOAL_NETWORK,
     LOOPBACK,
     LOOPBACK_WAYS,
+    SWEEP,
     WAYS,
     StepNetwork,
     StepOptions,
@@ -152,6 +153,7 @@ def test_bytes_on_a_link_are_those_of_the_ring_or_of_the_plan():
     dense, half, quarter = 2 * 3 / 4 * 16 * MB, 2 * 3 / 4 * 8 * MB, 2 * 3 / 4 * 2 * MB
     assert layers.link_bytes(WAYS["noop"]) == 0
     assert layers.link_bytes(WAYS["ddp"]) == dense
+    assert layers.link_bytes(SWEEP["sum_of_1_4"]) == dense / 4
     assert layers.link_bytes(WAYS["fp16_hook"]) == layers.link_bytes(WAYS["bf16_hook"]) == half
     # Two matrices of 2048 x 1024 with rank 4.
     assert layers.link_bytes(WAYS["powersgd_hook"]) == 2 * 3 / 4 * 2 * 4 * (2048 + 1024) * 4
@@ -222,6 +224,7 @@ def test_loopback_belongs_to_a_whole_run_and_stands_in_for_a_missing_lab():
         f"{name}{size}" for name in ("noop", "ddp", "engine_dense") for size in ("", "_4mb")
     }
     assert whole.ways_on(GOAL_NETWORK) == tuple(WAYS.values())
+    assert replace(whole, ways=tuple(SWEEP)).ways_on(GOAL_NETWORK) == tuple(SWEEP.values())
 
 
 def test_goals_are_for_one_model_on_one_network():

@@ -43,6 +43,17 @@ def test_an_argument_that_is_written_wrong_is_named(take: Callable[..., object],
         take(**{given: "fast"})
 
 
+def test_a_codec_in_the_place_of_a_backend_is_told_its_name() -> None:
+    with pytest.raises(cgx_ray.ConfigError, match=r"backend 'qsgd:bits=4' is a codec; .*codec="):
+        cgx_ray.CGXConfig("qsgd:bits=4")
+    assert cgx_ray.CGXConfig("gloo").backend == "gloo"
+
+
+def test_a_folder_that_is_no_path_is_refused() -> None:
+    with pytest.raises(cgx_ray.ConfigError, match="folder 3 is not allowed; give a path"):
+        cgx_ray.attach(nn.Linear(1, 1), policy="adaptive", folder=3)  # type: ignore[arg-type]
+
+
 def test_arguments_are_still_seen_by_tools() -> None:
     assert list(inspect.signature(cgx_ray.Static).parameters) == ["codec", "scheme", "intra", "period"]
     assert {"backend", "policy", "fidelity"} <= inspect.signature(cgx_ray.CGXConfig).parameters.keys()

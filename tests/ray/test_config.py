@@ -161,6 +161,7 @@ def test_candidates_take_the_place_of_a_fidelity() -> None:
         ({"candidates": ()}, r"candidates \(\) is not allowed; give one codec or more"),
         ({"candidates": "qsgd"}, "candidates 'qsgd' is not allowed; give one codec or more"),
         ({"candidates": ("zip",)}, "unknown codec 'zip'"),
+        ({"codec": "dense"}, "unknown codec 'dense'; give 'none'"),
         ({"candidates": (4,)}, "4 is not a codec and a scheme; give a codec such as"),
         ({"candidates": ("qsgd",), "fidelity": "fast"}, "fidelity 'fast' and candidates are both given"),
     ],
