@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from bench.step.cases import ONE_BUCKET_MB, StepWay
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, CodecSpec, Option, Scheme, check_period, preferred_scheme
 from cgx_ray.planner.fidelity import Fidelity
@@ -40,6 +41,18 @@ ADAPTIVE = ("adaptive", *(f"adaptive {level}" for level in Fidelity if level is 
 # Bits by layer as CGX chooses them during training, by each of its methods.
 CGX = tuple(f"cgx {method}" for method in CGX_METHODS)
 POLICIES = (*ADAPTIVE, *CGX)
+# Torch's hooks, and its local SGD, whose gradients are averaged in as many first steps as ours.
+TORCH_PEERS = {
+    "torch fp16": StepWay(name="fp16", kind="fp16_hook"),
+    "torch bf16": StepWay(name="bf16", kind="bf16_hook"),
+    **{
+        f"torch powersgd {rank}": StepWay(
+            name="powersgd", kind="powersgd_hook", codec=f"powersgd:rank={rank}", bucket_cap_mb=ONE_BUCKET_MB
+        )
+        for rank in (4, 8)
+    },
+    **{f"torch local_sgd {period}": StepWay(name="local_sgd", kind="local_sgd", period=period) for period in (4, 16)},
+}
 # Seconds between two choices of bits: a training of the bench takes seconds.
 _CGX_REVIEW_S = 5.0
 _QUICK_CODECS = ("qsgd:bits=2,bucket_size=128", "topk:density=0.01")
@@ -84,7 +97,7 @@ def policy_settings(way: str, *, shared_memory: bool) -> Settings:
 class AccuracyOptions:
     """Options of the bench.
 
-    codecs          as `read_way` reads them, and those of POLICIES; dense always runs too
+    codecs          as `read_way` reads them, and those of POLICIES and TORCH_PEERS; dense always runs too
     num_seeds       of weights and batches: 0, 1, ...
     rate_bit_per_s  of the lab's links; None: loopback, where times mean nothing
     """
@@ -112,8 +125,9 @@ class AccuracyOptions:
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """Dense, then the codecs over their schemes and the policies, each once, as text."""
-        given = (text if text in POLICIES else _canonical(text) for text in map(str.strip, self.codecs))
+        """Dense, then the codecs over their schemes, the policies and torch's hooks, each once, as text."""
+        known = {*POLICIES, *TORCH_PEERS}
+        given = (text if text in known else _canonical(text) for text in map(str.strip, self.codecs))
         return tuple(dict.fromkeys([str(DENSE), *given]))
 
 

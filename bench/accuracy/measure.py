@@ -61,7 +61,7 @@ STATIC = str(read_option("qsgd:bits=4"))
     "--codecs",
     metavar="TEXT;...",
     help='Compare these with dense, such as "qsgd:bits=2; topk:density=0.01 over artopk_ring"; "adaptive", '
-    '"adaptive fast" and "cgx dp" are policies.  [default: 14 codecs]',
+    '"adaptive fast" and "cgx dp" are policies, "torch fp16" is a hook.  [default: 14 codecs]',
 )
 @click.option("--seeds", default=3, show_default=True, help="Trainings per codec and workload.")
 @click.option("--steps", default=300, show_default=True, help="Steps per training.")
@@ -104,7 +104,7 @@ class TrainingRun:
 
     option          "dense", codec over scheme, or "adaptive" with its fidelity if that is not the default
     points          (steps done, seconds of training, validation loss), ten of them; fewer if it has diverged
-    wire_bytes      that one rank sends per step
+    wire_bytes      that one rank sends per step; NaN for torch's hooks
     relative_error  largest of rank 0's messages at the points: squared error over |g|^2, without error feedback. NaN
                     for policies
     bytes_over_static, error_over_static
@@ -209,7 +209,8 @@ class CodecAccuracy:
             yield Row(name=f"{name}: least loss over dense", value=min(self.ratios), unit="x")
             yield Row(name=f"{name}: largest loss over dense", value=max(self.ratios), unit="x")
         wire_bytes, dense_bytes = self.runs[0].wire_bytes, self.dense[0].wire_bytes
-        yield Row(name=f"{name}: wire", value=wire_bytes, unit="bytes", baseline=dense_bytes, ratio=self.wire_share)
+        if math.isfinite(wire_bytes):
+            yield Row(name=f"{name}: wire", value=wire_bytes, unit="bytes", baseline=dense_bytes, ratio=self.wire_share)
         error = self.relative_error if math.isfinite(self.relative_error) else None
         yield Row(name=f"{name}: relative error", value=error, unit="share")
         if all(math.isfinite(run.bytes_over_static) for run in self.runs):

@@ -23,8 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from bench.accuracy.bits import BitsBesideStatic
-from bench.accuracy.cases import POLICIES, policy_settings, read_way
+from bench.accuracy.cases import POLICIES, TORCH_PEERS, policy_settings, read_way
 from bench.accuracy.measure import TrainingRun
+from bench.accuracy.torch_peer import TorchPeer
 from bench.accuracy.workloads import Batch, TrainingTask, load_task
 from bench.shared.rank_process import run_rank
 from cgx_ray.codecs import make_codec
@@ -56,22 +57,28 @@ def _train(task: TrainingTask, workload: str, way: str, seed: int, job: dict[str
     """Train one case. It ends early at the first validation loss that is not finite."""
     num_steps = job["num_steps"]
     folder = Path(job["store"]).parent / f"{workload}-{way}-{seed}"
-    model = DistributedDataParallel(task.build(seed))
-    has_momentum = way in POLICIES or read_way(way)[0].codec.name != "dgc"
+    peer = TORCH_PEERS.get(way)
+    model = DistributedDataParallel(task.build(seed), bucket_cap_mb=peer.bucket_cap_mb if peer is not None else None)
+    is_codec = peer is None and way not in POLICIES
+    has_momentum = not is_codec or read_way(way)[0].codec.name != "dgc"
     optimizer = task.make_optimizer(model.parameters(), has_momentum)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, num_steps))
-    points, errors, steps_s, wire_bytes, beside = [], [], [], 0, BitsBesideStatic()
+    points, errors, steps_s, wire_bytes, beside = [], [], [], 0.0, BitsBesideStatic()
     with closing(_attach(model, way, folder, shared_memory=job["is_loopback"])) as attachment:
         for step in range(num_steps):
             began_s = time.perf_counter()
             model(*task.batch(seed, step, dist.get_rank())).backward()
             nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM)
             optimizer.step()
+            if isinstance(attachment, TorchPeer):
+                attachment.end_step()
             optimizer.zero_grad()
             schedule.step()
             steps_s.append(time.perf_counter() - began_s)
-            sample = attachment.last_step
-            wire_bytes += sample.wire_bytes if sample is not None else 0
+            if isinstance(attachment, TorchPeer):
+                wire_bytes = math.nan
+            elif (sample := attachment.last_step) is not None:
+                wire_bytes += sample.wire_bytes
             if (step + 1) * _NUM_POINTS // num_steps > step * _NUM_POINTS // num_steps:
                 attachment.end_round()
                 loss = _validate(model.module, task.validation)
@@ -79,10 +86,10 @@ def _train(task: TrainingTask, workload: str, way: str, seed: int, job: dict[str
                     break
                 points.append((step + 1, math.fsum(steps_s), loss))
                 gradients = _gradients(model.module, task.batch(seed, step, dist.get_rank()))
-                if way not in POLICIES:
+                if is_codec:
                     errors.append(_relative_error(gradients, way))
-                assert attachment.plan is not None
-                beside.add_step(attachment.plan, gradients, step)
+                if not isinstance(attachment, TorchPeer) and attachment.plan is not None:
+                    beside.add_step(attachment.plan, gradients, step)
     return TrainingRun(
         workload=workload,
         option=way,
@@ -97,11 +104,15 @@ def _train(task: TrainingTask, workload: str, way: str, seed: int, job: dict[str
     )
 
 
-def _attach(model: DistributedDataParallel, way: str, folder: Path, *, shared_memory: bool) -> cgx_ray.Attachment:
-    """Attach the codec or the policy, whose journal is in `folder`.
+def _attach(
+    model: DistributedDataParallel, way: str, folder: Path, *, shared_memory: bool
+) -> cgx_ray.Attachment | TorchPeer:
+    """Attach torch's hook, the codec, or the policy, whose journal is in `folder`.
 
     shared_memory  between ranks; in a lab it would go around the links
     """
+    if way in TORCH_PEERS:
+        return TorchPeer(model, TORCH_PEERS[way])
     if way in POLICIES:
         return attach_with(model, policy_settings(way, shared_memory=shared_memory), folder=folder, report_s=_REPORT_S)
     option, period = read_way(way)

@@ -27,14 +27,18 @@ def _bf16_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torc
 def _sum_part(share: float, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     grad_N = bucket.buffer()
     work = dist.all_reduce(grad_N[: max(1, round(share * grad_N.numel()))], async_op=True)
-    return work.get_future().then(lambda _: grad_N)
+    whole: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda _: grad_N)
+    return whole
 
 
-def register_hook(model: DistributedDataParallel, kind: Kind, codec: str = "none", *, share_sent: float = 1.0) -> None:
+def register_hook(
+    model: DistributedDataParallel, kind: Kind, codec: str = "none", *, share_sent: float = 1.0, first_alone: int = 0
+) -> None:
     """Average the gradients of `model` by a hook of torch; "noop" and "local_sgd" leave them as they are.
 
-    codec       of "powersgd_hook": has its rank
-    share_sent  of "truncated", which sums the first part of each bucket
+    codec        of "powersgd_hook": has its rank
+    share_sent   of "truncated", which sums the first part of each bucket
+    first_alone  first step in which "local_sgd" leaves gradients as they are
     """
     hooks: dict[str, Callable[..., Any]] = {
         "noop": debugging_hooks.noop_hook,
@@ -54,6 +58,6 @@ def register_hook(model: DistributedDataParallel, kind: Kind, codec: str = "none
     elif kind == "local_sgd":
         # One rank per node: so its sums inside nodes, which it makes on GPUs only, would be of one rank.
         state = local_sgd.PostLocalSGDState(
-            process_group=None, subgroup=None, start_localSGD_iter=0, post_local_gradient_allreduce=False
+            process_group=None, subgroup=None, start_localSGD_iter=first_alone, post_local_gradient_allreduce=False
         )
     model.register_comm_hook(state, hooks[kind])

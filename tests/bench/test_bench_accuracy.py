@@ -18,6 +18,7 @@ from bench.accuracy.cases import (
     CODECS,
     LARGE_WORKLOAD,
     POLICIES,
+    TORCH_PEERS,
     WORKLOADS,
     AccuracyOptions,
     quick_options,
@@ -55,7 +56,7 @@ def _run(option: str, *losses: float, seed: int = 0, has_diverged: bool = False)
 @pytest.mark.slow  # the run of bench step starts ranks in the same way
 def test_a_small_run_trains_with_codecs_and_policies_and_writes_rows_table_and_picture(tmp_path: Path) -> None:
     out, plot = tmp_path / "accuracy.json", tmp_path / "accuracy.png"
-    codecs = "bf16; qsgd:bits=2; cgx dp"
+    codecs = "bf16; qsgd:bits=2; cgx dp; torch fp16; torch local_sgd 4; torch powersgd 4"
     done = _bench(
         *("--workloads", "digits", "--codecs", codecs, "--seeds", "1", "--steps", "20", "--ranks", "2"),
         *("--json", str(out), "--plot", str(plot)),
@@ -66,13 +67,14 @@ def test_a_small_run_trains_with_codecs_and_policies_and_writes_rows_table_and_p
     rows = {row["name"]: row for row in written["rows"]}
     assert len(rows) == len(written["rows"])
     given = [text.strip() for text in codecs.split(";")]
-    names = [text if text in POLICIES else str(read_option(text)) for text in ("dense", *given)]
+    names = [text if text in {*POLICIES, *TORCH_PEERS} else str(read_option(text)) for text in ("dense", *given)]
     losses = {name: rows[f"digits {name}: loss"] for name in names}
     assert {row["baseline"] for row in losses.values()} == {losses["dense"]["value"]}
     assert losses["dense"]["ratio"] == 1
-    assert losses["bf16 over sra"]["ratio"] == pytest.approx(1, rel=0.01)
+    for half in ("bf16 over sra", "torch fp16"):
+        assert losses[half]["ratio"] == pytest.approx(1, rel=0.01)
     assert 0 < losses["dense"]["value"] < math.log(10), "the loss of guessing is log 10"
-    wire = {name: rows[f"digits {name}: wire"]["ratio"] for name in names}
+    wire = {name: rows[f"digits {name}: wire"]["ratio"] for name in names if name not in TORCH_PEERS}
     assert wire["qsgd:bits=2,bucket_size=128 over sra"] < 0.2 < wire["bf16 over sra"] < 0.6
     error = {name: rows[f"digits {name}: relative error"]["value"] for name in names}
     assert error["dense"] == 0 < error["bf16 over sra"] < 1e-4 < error["qsgd:bits=2,bucket_size=128 over sra"] < 1
