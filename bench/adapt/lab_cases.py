@@ -89,9 +89,9 @@ STATIC_WAYS = (
 LAB_WAYS = {way.name: way for way in (NOOP, *STATIC_WAYS, *ADAPTIVE.values())}
 
 
-def candidate_specs() -> tuple[CodecSpec, ...]:
+def candidate_specs(fidelity: Fidelity) -> tuple[CodecSpec, ...]:
     """Return the codecs that the loop may choose, without none."""
-    return tuple(ADAPTIVE[Fidelity.STRICT].settings().chosen_policy.timed_codecs)
+    return tuple(ADAPTIVE[fidelity].settings().chosen_policy.timed_codecs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +192,7 @@ class AdaptLabOptions:
 
     def job(self) -> dict[str, Any]:
         """Return what the ranks need to know."""
-        return {"width": self.width, "num_layers": self.num_layers}
+        return {"width": self.width, "num_layers": self.num_layers, "fidelity": self.fidelity}
 
     def workload(self) -> Workload:
         return lab_workload(self.width, self.num_layers, self.num_ranks)

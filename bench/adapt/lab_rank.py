@@ -33,6 +33,7 @@ from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.gain import kept_energy
 from cgx_ray.lab.schedule import last_step
 from cgx_ray.plan import Plan
+from cgx_ray.planner.fidelity import Fidelity
 from cgx_ray.session.attach import attach_with
 from cgx_ray.session.calibrate import measure_codec
 
@@ -42,7 +43,7 @@ class _OrderedRank:
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._rank = job["rank"]
-        self._folder = Path(job["store"]).parent
+        self._folder, self._fidelity = Path(job["store"]).parent, Fidelity(job["fidelity"])
         self._workload = lab_workload(job["width"], job["num_layers"], job["world_size"])
         self._gradients = fixed_gradients(self._workload.shapes, seed=self._rank)
         self._orders: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -131,7 +132,7 @@ class _OrderedRank:
         large = [gradient.flatten() for gradient in self._gradients if gradient.ndim > 1]
         grad_N = torch.cat(large)
         found = {}
-        for spec in candidate_specs():
+        for spec in candidate_specs(self._fidelity):
             dist.barrier()
             cost = measure_codec(spec)
             gain = kept_energy(make_codec(spec), grad_N, key=0) / float(grad_N.double().square().sum())

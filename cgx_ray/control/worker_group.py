@@ -25,6 +25,7 @@ from cgx_ray.control.learned.measured import (
     network_of,
     non_dense_options,
     on_link,
+    period_cause,
     resized,
 )
 from cgx_ray.control.network.changes import SETTLE_S, ComputeChanges, SlowRanks, network_cause
@@ -37,7 +38,7 @@ from cgx_ray.control.trial.measuring_steps import MeasuringSteps
 from cgx_ray.control.trial.outcome import PendingOutcome, PlanRecord
 from cgx_ray.control.trial.steps_beside_predictions import StepsBesidePredictions
 from cgx_ray.monitors.sample import NodeSample, NodeStep
-from cgx_ray.plan import MAX_PERIOD, STEPS_TOGETHER, Option, Plan, spoken
+from cgx_ray.plan import STEPS_TOGETHER, Option, Plan, spoken
 from cgx_ray.planner.bits import bits_of
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.planned_group import groups_of
@@ -79,21 +80,20 @@ class WorkerGroupState:
         self.failed: str | None = None
         self.decided: Measured | None = None
         self.pending: PendingOutcome | None = None
-        self.bans, self.counts = Bans(), DecisionCounts()
+        self.bans, self.counts, self.loss = Bans(), DecisionCounts(), LossTrend()
         self.network, self.links = KnownNetwork(), RecentLinks()
         known = learned.measured.gain if learned is not None else {}
         self.gains = KnownGains(plan, gain_ratios, known, is_cautious=policy.is_guarded)
         self._codec = policy.codec_by_layer
         self.losses = KnownLosses(self.layers, bits_of(option.codec for option in policy.options), self._codec)
-        self._max_error, self._max_period, self._bits = policy.max_error, MAX_PERIOD, bits_by_layer(plan, self._codec)
-        self.loss = LossTrend()
-        self._registration = registration
-        self._joiner = StepJoiner(plan.world_size)
+        self._max_error, self._max_period = policy.max_error, policy.max_period
+        self._bits = bits_by_layer(plan, self._codec)
+        self._registration, self._joiner = registration, StepJoiner(plan.world_size)
         self._slow_ranks, self._changes = SlowRanks(plan.world_size), ComputeChanges()
         # Without them nothing is decided. A plan that stays is compared with dense only.
         self._needs_gains = policy.decides
-        self._recent: list[JoinedStep] = []
-        self._num_steps = 0  # since the link was last forgotten
+        # The newest steps, and their number since the link was last forgotten.
+        self._recent, self._num_steps = list[JoinedStep](), 0
         # Versions of the plan in force, on trial and permanent, and whether an outcome of it is known.
         self._versions, self._is_judged = {plan.version}, False
         # The policy's last decision: its time, number of network changes, and whether plans follow the link.
@@ -103,10 +103,9 @@ class WorkerGroupState:
         self._prediction_error: float | None = None
         self.speed_up: float | None = None
         self._news: Cause | None = None
-        self._slow_s = 0.0
         # Time of each node's last report, and of the last report of any node.
         self._reported_s: dict[str, float] = {}
-        self._now_s = 0.0
+        self._now_s = self._slow_s = 0.0
         if learned is not None:
             self._go_on(learned)
 
@@ -129,8 +128,10 @@ class WorkerGroupState:
 
     def learned(self) -> Learned | None:
         """Return what the next worker group shall start with; None before the first measurements."""
-        known, own = self.measured() or self.decided, self.steps
-        return Learned(measured=known, errors=own.errors, bans=self.bans, baseline=own.baseline) if known else None
+        if (known := self.measured() or self.decided) is None:
+            return None
+        known, own = replace(known, max_period=1), self.steps  # ranks begin together
+        return Learned(measured=known, errors=own.errors, bans=self.bans, baseline=own.baseline)
 
     def note(self, news: str) -> None:
         """Have the policy asked as soon as there are measurements, because of `news`."""
@@ -168,8 +169,7 @@ class WorkerGroupState:
         self._num_steps += 1
         if self.network.is_known and (link := self.network.link) is not None:
             self.links.add_link(link, step.passed_s)
-        lease = self.plan.lease
-        if lease is not None and step.plan_version == lease.fallback.version:
+        if (lease := self.plan.lease) is not None and step.plan_version == lease.fallback.version:
             self._return_to(lease.fallback)
         if step.plan_version not in self._versions or step.num_steps != self.plan.period:
             # Also if ranks do not train alone yet, or have ended a round by hand.
@@ -242,8 +242,7 @@ class WorkerGroupState:
         measured = self.known()
         if self.decided is not None and self._changes.cause(self.decided.compute_s, measured.compute_s):
             self.steps.compute_changed()
-        untimed = self.steps.learn(measured, now_s)
-        if untimed:
+        if untimed := self.steps.learn(measured, now_s):
             self._news = Cause("prediction", f"{', '.join(map(spoken, sorted(untimed)))} timed in steps")
 
     def end_outcome(self, outcome: PendingOutcome, now_s: float) -> None:
@@ -298,7 +297,7 @@ class WorkerGroupState:
             return self._news
         if (text := self._changes.cause(self.decided.compute_s, measured.compute_s)) is not None:
             return Cause("compute", text)
-        if (text := self.gains.cause(self.decided.gain)) is not None:
+        if (text := self.gains.cause(self.decided.gain) or period_cause(self.decided, measured, self.plan)) is not None:
             return Cause("gain", text)
         return Cause("review", "regular review") if now_s >= self._decision_s + review_s else None
 

@@ -126,6 +126,14 @@ def on_link(measured: Measured, between: Link) -> Measured:
     return replace(measured, network=replace(measured.network, between=between))
 
 
+def period_cause(decided: Measured, now: Measured, plan: Plan) -> str | None:
+    """Return in words how the longest period has changed since the last decision; None if that is nothing to `plan`."""
+    before, most = decided.max_period, now.max_period
+    if most == before or before > most >= plan.period:
+        return None
+    return f"ranks may train alone for up to {most} steps" if most > 1 else "ranks may no longer train alone"
+
+
 def at_compute(measured: Measured, compute_s: float) -> Measured:
     """Return `measured` with all compute times scaled, so that a step's compute takes `compute_s`."""
     factor = compute_s / measured.compute_s

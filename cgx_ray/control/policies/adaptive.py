@@ -129,6 +129,10 @@ class Adaptive(Policy):
         return options_from(codecs_of(self.fidelity, CANDIDATE_DENSITIES) if chosen is None else chosen)
 
     @property
+    def max_period(self) -> int:
+        return max(1, *self._periods)
+
+    @property
     def _least_gain(self) -> float:
         """Least gain of an option in force."""
         return max(0.0, 1 - (1 + MIN_IMPROVEMENT) * (1 - self.min_gain))

@@ -242,6 +242,11 @@ class Policy(Protocol):
         return REVIEW_S
 
     @property
+    def max_period(self) -> int:
+        """Longest period that it may choose. With more than 1 it is asked when ranks may, or may not, train alone."""
+        return 1
+
+    @property
     def is_guarded(self) -> bool:
         """True if the loop takes back plans that are slower than dense, compares with dense where it is unsure, and
         believes no small gain while gradients change fast."""
