@@ -200,6 +200,16 @@ def test_a_far_slower_step_without_bursts_is_judged_by_its_exchanges() -> None:
     assert link.bandwidth.value == pytest.approx(12.5e6, rel=0.2)
 
 
+@pytest.mark.parametrize(("exchange_s", "is_another"), [(0.6, False), (1.6, True)])
+def test_a_mixture_without_bursts_is_judged_by_the_same_exchanges_before(exchange_s: float, is_another: bool) -> None:
+    link, exchange = PassiveLink(), ObservedExchange(hops=6, num_bytes=15 * MIB, seconds=0.4)
+    usual = StepTraffic(seconds=0.5, exchanges=[exchange], round_trip_s=dict.fromkeys(PAIRS, 2e-4))
+    for _ in range(20):
+        link.add_traffic(usual, 1e-4)
+    slower = replace(usual, seconds=2.0, exchanges=[replace(exchange, seconds=exchange_s)])
+    assert link.restart_if_slower(slower, 1e-4) is is_another
+
+
 def test_a_pause_of_processors_is_no_change_of_the_network() -> None:
     link = PassiveLink()
     watch(link, NoisyNetwork(rate=125e6, latency_s=1e-3), 20)

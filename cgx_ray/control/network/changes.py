@@ -85,6 +85,12 @@ class ChangeDetector:
             self._learn(log_value, seconds)
         return None
 
+    def is_far_below(self, value: float) -> bool:
+        """Return whether `value` is less than the level by OBVIOUS or more; False before the level is known."""
+        if self._level is None or self._seconds < SETTLE_S:
+            return False
+        return math.log(value) <= self._level - math.log(OBVIOUS)
+
     def _learn(self, log_value: float, seconds: float) -> None:
         level = self._level if self._level is not None else log_value
         self._seconds = min(self._seconds + seconds, WINDOW_S)

@@ -159,9 +159,10 @@ class PassiveLink:
     def restart_if_slower(self, traffic: StepTraffic, probed_latency_s: float) -> bool:
         """Estimate again from a step that took far longer than usual, if its messages show why; else return False.
 
-        The network may have changed within the step, so only the later half of each rank's bursts counts. Exchanges
-        count only off the mesh, where short messages look far slower than the link. A latency counts if this greeting
-        and the one before say it: one alone may have waited for a processor.
+        The network may have changed within the step, so only the later half of each rank's bursts counts. Of exchanges
+        on the mesh, where short messages look far slower than the link, only those count that are far slower than the
+        same ones before, in a step without bursts: a mixture may send so little on the mesh, beside the vendor's sums.
+        A latency counts if this greeting and the one before say it: one alone may have waited for a processor.
         """
         later = {rank: found[len(found) // 2 :] for rank, found in traffic.bursts.items()}
         latency_s = self._latency_or(probed_latency_s)
@@ -170,6 +171,9 @@ class PassiveLink:
         is_slower = self.bandwidth is not None and bool(rates) and median(rates) * LINK_CHANGE <= self.bandwidth.value
         late_s = min(self._floored_latency(traffic) or 0.0, self._last_latency_s or 0.0)
         is_later = late_s >= LINK_CHANGE * (latency_s + WORK_S)
+        if not rates:
+            watched = self._watched_exchanges(traffic, latency_s)
+            is_slower = any(one.detector.is_far_below(one.value) for one in watched)
         if not (is_slower or is_later):
             return False
         self._detectors = _new_detectors()
