@@ -178,8 +178,8 @@ class Measured:
 
     def rounds(self, period: int, options: Sequence[Option]) -> list[tuple[Measured, Sequence[Option]]]:
         """Return `of_round` without sums inside nodes and with them, each with the options that may then be chosen."""
-        flat = [option for option in options if option.intra is Intra.FLAT]
-        inside = [option for option in options if not self.network.is_flat(option.intra)]
+        flat = [option for option in options if self.network.is_flat(option.intra)]
+        inside = [option for option in options if option not in flat]
         return [(self.of_round(period, pool), pool) for pool in (flat, inside) if pool]
 
     def slowed(self, factor: float) -> Measured:

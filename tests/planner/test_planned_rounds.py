@@ -159,6 +159,11 @@ def test_a_codec_and_a_period_lose_no_more_together_than_balanced_allows() -> No
     assert 0.9 < (chosen.efficiency or 0.0) <= 1
 
 
+def test_sums_inside_nodes_of_one_rank_are_no_reason_to_fail() -> None:
+    only_inside = [replace(QSGD, intra=Intra.DENSE)]
+    assert predict(_measured(0.01), best_round(_measured(0.01), only_inside, 4)).period == 4
+
+
 def test_more_replicas_get_a_shorter_period_since_they_lose_more() -> None:
     chosen = {}
     for replicas in (2, 4, 8, 16, 256):
