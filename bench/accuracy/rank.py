@@ -19,25 +19,52 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from bench.accuracy.bits import BitsBesideStatic
 from bench.accuracy.cases import POLICIES, TORCH_PEERS, policy_settings, read_way
 from bench.accuracy.measure import TrainingRun
-from bench.accuracy.torch_peer import TorchPeer
 from bench.accuracy.workloads import Batch, TrainingTask, load_task
 from bench.shared.rank_process import run_rank
+from bench.step.cases import StepWay
+from bench.step.torch_hooks import register_hook
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.gain import squared_error
 from cgx_ray.demo.train import learning_rate_factor
-from cgx_ray.plan import SMALL_LAYER_NUMEL
+from cgx_ray.plan import SMALL_LAYER_NUMEL, STEPS_TOGETHER
 from cgx_ray.session.attach import attach_with
 
 _MAX_NORM = 1.0
 _NUM_POINTS = 10
 # Seconds between two reports to the control loop, 0.5 in a training: the smallest of these take seconds in all.
 _REPORT_S = 0.05
+
+
+class TorchPeer:
+    """Torch's hook, in the place of an attachment. Local SGD averages parameters every few steps after the first."""
+
+    def __init__(self, model: DistributedDataParallel, way: StepWay) -> None:
+        self._module: nn.Module = model.module
+        self._averager = None
+        if way.kind == "local_sgd":
+            self._averager = PeriodicModelAverager(period=way.period, warmup_steps=STEPS_TOGETHER)
+        register_hook(model, way.kind, way.codec, first_alone=STEPS_TOGETHER)
+
+    def end_step(self) -> None:
+        """Call after each step of the optimizer."""
+        if self._averager is not None:
+            self._averager.average_parameters(self._module.parameters())
+
+    def end_round(self) -> None:
+        """Make all ranks have the same parameters."""
+        if self._averager is not None:
+            average_parameters(self._module.parameters(), self._averager.process_group)
+
+    def close(self) -> None:
+        """Do nothing: the hook ends with its model."""
 
 
 def _measure(job: dict[str, Any]) -> None:
