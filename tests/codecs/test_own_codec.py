@@ -145,7 +145,7 @@ def test_the_adaptive_policy_chooses_an_installed_candidate(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("fp9", "unknown codec 'fp9'; known: none, fp16, "),
+        ("zzz", "unknown codec 'zzz'; known: none, fp16, "),
         ("broken", "codec 'broken' of package 'broken-package' cannot be imported from 'broken_codec:RECORD'"),
         ("other", "its entry point must name a cgx_ray.CodecRecord whose name is 'other'"),
     ],
