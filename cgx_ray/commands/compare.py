@@ -67,7 +67,8 @@ def _known_by(run: dict[str, Any]) -> str:
 
 
 def _speed_up(run: dict[str, Any]) -> str:
-    return f"{run['speed_up']:.2f}x ({_known_by(run)})" if run["speed_up"] is not None else "-"
+    # Predictions may be far off, and the other run may say otherwise.
+    return f"{run['speed_up']:.2f}x" if run["speed_up"] is not None and not run["is_predicted"] else "-"
 
 
 _ROWS: dict[str, Callable[[dict[str, Any]], str]] = {

@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cgx_ray.control.controller import ACTOR_OPTIONS, Controller
 from cgx_ray.control.history import History, Snapshot
 from cgx_ray.control.live_state import NAMESPACE, new_actor_name
+from cgx_ray.control.policies.named_policies import OWN
 from cgx_ray.errors import ConfigError, StateError, names_arguments
 from cgx_ray.plan import known_codecs
 from cgx_ray.ray_train.agent_watch import MAX_RESTARTS, AgentWatch, node_addresses, start_agents
@@ -50,8 +51,9 @@ class CGXConfig(Settings, TorchConfig):
 
     def __post_init__(self, *arguments: Any) -> None:
         # The first argument without a name, of TorchConfig.
-        if isinstance(self.backend, str) and self.backend.partition(":")[0] in known_codecs():
-            raise ConfigError(f"backend {self.backend!r} is a codec; give it by name, as codec={self.backend!r}")
+        for what, names in (("codec", known_codecs()), ("policy", OWN)):
+            if isinstance(self.backend, str) and self.backend.partition(":")[0] in names:
+                raise ConfigError(f"backend {self.backend!r} is a {what}; give it by name, as {what}={self.backend!r}")
         super().__post_init__(*arguments)
 
     @property

@@ -46,6 +46,8 @@ def test_an_argument_that_is_written_wrong_is_named(take: Callable[..., object],
 def test_a_codec_in_the_place_of_a_backend_is_told_its_name() -> None:
     with pytest.raises(cgx_ray.ConfigError, match=r"backend 'qsgd:bits=4' is a codec; .*codec="):
         cgx_ray.CGXConfig("qsgd:bits=4")
+    with pytest.raises(cgx_ray.ConfigError, match=r"backend 'adaptive' is a policy; .*policy="):
+        cgx_ray.CGXConfig("adaptive")
     assert cgx_ray.CGXConfig("gloo").backend == "gloo"
 
 

@@ -211,7 +211,7 @@ def _about_codecs(scenario: Scenario, measured: Profile, given: Mapping[str, flo
         lost = ", ".join(f"{period_loss(period, replicas) - 1:.1%} every {period}" for period in PERIODS)
         assumptions.append(
             f"exchanges of {replicas} replicas every few steps cost as much loss as a small GPT's ({lost} steps): see "
-            "docs/period.md"
+            "docs/period.md; a run chooses them with fidelity 'balanced', up to 5 % of loss, or 'fast'"
         )
     if scenario.too_small:
         largest = max(scenario.model.layers, key=lambda layer: layer.numel)

@@ -12,7 +12,7 @@ from textwrap import shorten
 from typing import Any, NamedTuple
 
 from cgx_ray.control.policies.policy import MAX_SLOWDOWN
-from cgx_ray.plan import plan_under
+from cgx_ray.plan import STEPS_TOGETHER, plan_under
 from cgx_ray.units import format_count, format_seconds
 
 # Characters of a line of the log.
@@ -203,7 +203,9 @@ class RunTotals:
         return "; ".join([f"{said} (on average {took} instead of {dense_took} per step)", *self._about_plan()])
 
     def _about_plan(self) -> list[str]:
-        since = f"since step {self.since}" if self.since else "from the first step on"
+        # Rounds begin later.
+        first = f"after {STEPS_TOGETHER} steps" if ", every " in self.plan else "from the first step on"
+        since = f"since step {self.since}" if self.since else first
         since += f"; {late}" if (late := self._decided_late) else ""
         loss = self.expected_loss
         if self.plan == DENSE or not any(one.has_loss for one in self._plans.values()):
