@@ -111,6 +111,7 @@ class RunTotals:
     compute_s: float = 0.0
     all_s: float = 0.0
     is_static: bool = False
+    is_on_one_host: bool = False
     # Version, plan and step of a decision whose plan no step is known to have had.
     _decided: tuple[int, str, int] | None = None
     _plans: dict[int, _InForce] = field(default_factory=dict)
@@ -119,6 +120,7 @@ class RunTotals:
         """Add a line of the journal, in its order. Lines of other events change nothing."""
         if entry["event"] == "start":
             self.is_static = entry["policy"]["kind"] == "static"
+            self.is_on_one_host = len({*entry.get("nodes", ())}) == 1
             if entry["plan"].get("version", 0) <= max(self._plans, default=-1):
                 # A run without the history of the one before: its plans have the same numbers.
                 self._plans = {}
@@ -233,5 +235,11 @@ class RunTotals:
         elif late := self._decided_late:
             why = late
         elif self.is_static:
-            why = f"as policy static keeps it; {1 - compute:.0%} of a step is not compute, so policy adaptive may help"
+            rest = f"{1 - compute:.0%} of a step is not compute"
+            helps = (
+                "though compression saves little within a machine"
+                if self.is_on_one_host
+                else "so policy adaptive may help"
+            )
+            why = f"as policy static keeps it; {rest}, {helps}"
         return f"{DENSE} {100 * self.in_dense_s / self.steps_s:.0f} % of the time: {why}"
