@@ -19,8 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
@@ -29,8 +27,7 @@ from bench.accuracy.cases import POLICIES, TORCH_PEERS, policy_settings, read_wa
 from bench.accuracy.measure import TrainingRun
 from bench.accuracy.workloads import Batch, TrainingTask, load_task
 from bench.shared.rank_process import run_rank
-from bench.step.cases import StepWay
-from bench.step.torch_hooks import register_hook
+from bench.step.averaging import Averaging, TorchRounds
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.gain import squared_error
 from cgx_ray.demo.train import learning_rate_factor
@@ -41,30 +38,6 @@ _MAX_NORM = 1.0
 _NUM_POINTS = 10
 # Seconds between two reports to the control loop, 0.5 in a training: the smallest of these take seconds in all.
 _REPORT_S = 0.05
-
-
-class TorchPeer:
-    """Torch's hook, in the place of an attachment. Local SGD averages parameters every few steps after the first."""
-
-    def __init__(self, model: DistributedDataParallel, way: StepWay) -> None:
-        self._module: nn.Module = model.module
-        self._averager = None
-        if way.kind == "local_sgd":
-            self._averager = PeriodicModelAverager(period=way.period, warmup_steps=STEPS_TOGETHER)
-        register_hook(model, way.kind, way.codec, first_alone=STEPS_TOGETHER)
-
-    def end_step(self) -> None:
-        """Call after each step of the optimizer."""
-        if self._averager is not None:
-            self._averager.average_parameters(self._module.parameters())
-
-    def end_round(self) -> None:
-        """Make all ranks have the same parameters."""
-        if self._averager is not None:
-            average_parameters(self._module.parameters(), self._averager.process_group)
-
-    def close(self) -> None:
-        """Do nothing: the hook ends with its model."""
 
 
 def _measure(job: dict[str, Any]) -> None:
@@ -97,17 +70,20 @@ def _train(task: TrainingTask, workload: str, way: str, seed: int, job: dict[str
             model(*task.batch(seed, step, dist.get_rank())).backward()
             nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM)
             optimizer.step()
-            if isinstance(attachment, TorchPeer):
+            if isinstance(attachment, Averaging):
                 attachment.end_step()
             optimizer.zero_grad()
             schedule.step()
             steps_s.append(time.perf_counter() - began_s)
-            if isinstance(attachment, TorchPeer):
+            if isinstance(attachment, Averaging):
                 wire_bytes = math.nan
             elif (sample := attachment.last_step) is not None:
                 wire_bytes += sample.wire_bytes
             if (step + 1) * _NUM_POINTS // num_steps > step * _NUM_POINTS // num_steps:
-                attachment.end_round()
+                if isinstance(attachment, Averaging):
+                    attachment.average_now()
+                else:
+                    attachment.end_round()
                 loss = _validate(model.module, task.validation)
                 if not math.isfinite(loss):
                     break
@@ -115,7 +91,7 @@ def _train(task: TrainingTask, workload: str, way: str, seed: int, job: dict[str
                 gradients = _gradients(model.module, task.batch(seed, step, dist.get_rank()))
                 if is_codec:
                     errors.append(_relative_error(gradients, way))
-                if not isinstance(attachment, TorchPeer) and attachment.plan is not None:
+                if not isinstance(attachment, Averaging) and attachment.plan is not None:
                     beside.add_step(attachment.plan, gradients, step)
     return TrainingRun(
         workload=workload,
@@ -133,13 +109,14 @@ def _train(task: TrainingTask, workload: str, way: str, seed: int, job: dict[str
 
 def _attach(
     model: DistributedDataParallel, way: str, folder: Path, *, shared_memory: bool
-) -> cgx_ray.Attachment | TorchPeer:
+) -> cgx_ray.Attachment | Averaging:
     """Attach torch's hook, the codec, or the policy, whose journal is in `folder`.
 
     shared_memory  between ranks; in a lab it would go around the links
     """
-    if way in TORCH_PEERS:
-        return TorchPeer(model, TORCH_PEERS[way])
+    if (peer := TORCH_PEERS.get(way)) is not None:
+        averaging = TorchRounds if peer.kind == "local_sgd" else Averaging
+        return averaging(model, peer, first_alone=STEPS_TOGETHER)
     if way in POLICIES:
         return attach_with(model, policy_settings(way, shared_memory=shared_memory), folder=folder, report_s=_REPORT_S)
     option, period = read_way(way)

@@ -1,4 +1,4 @@
-"""Averages the gradients, or parameters, of one way's model in `bench step` and `bench peers`."""
+"""Averages the gradients, or parameters, of one way's model in `bench step`, `bench peers` and `bench accuracy`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
@@ -23,15 +24,19 @@ class Averaging:
 
     plan: Plan | None = None
 
-    def __init__(self, model: DistributedDataParallel, way: StepWay) -> None:
+    def __init__(self, model: DistributedDataParallel, way: StepWay, *, first_alone: int = 0) -> None:
+        """`first_alone`: first step whose gradients local SGD leaves to each rank."""
         if way.kind != "ddp":
-            register_hook(model, way.kind, way.codec, share_sent=way.share_sent)
+            register_hook(model, way.kind, way.codec, share_sent=way.share_sent, first_alone=first_alone)
 
     def end_step(self) -> None:
-        """Finish a step after its backward."""
+        """Finish a step after its backward, and that of the optimizer if there is one."""
 
     def end_round(self) -> None:
         """Finish a round after the last of its steps."""
+
+    def average_now(self) -> None:
+        """Make all ranks have the same parameters, also within a round."""
 
     @property
     def last_spans(self) -> Sequence[Span]:
@@ -45,12 +50,15 @@ class Averaging:
 class TorchRounds(Averaging):
     """Torch's hook, which leaves gradients to each rank, and its averager of parameters, once in every round."""
 
-    def __init__(self, model: DistributedDataParallel, way: StepWay) -> None:
-        super().__init__(model, way)
-        self._model, self._averager = model, PeriodicModelAverager(period=way.period)
+    def __init__(self, model: DistributedDataParallel, way: StepWay, *, first_alone: int = 0) -> None:
+        super().__init__(model, way, first_alone=first_alone)
+        self._model, self._averager = model, PeriodicModelAverager(period=way.period, warmup_steps=first_alone)
 
     def end_step(self) -> None:
         self._averager.average_parameters(self._model.parameters())
+
+    def average_now(self) -> None:
+        average_parameters(self._model.parameters(), self._averager.process_group)
 
 
 class EngineAveraging(Averaging):

@@ -54,12 +54,10 @@ class LiveState:
     def fields(self, facts: LoopFacts, plan: Plan, journal: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the state as JSON values. `journal`: its newest lines."""
         rate = facts.bandwidth
-        on_one_node = any(step.num_local == plan.world_size for step in self._ranks.values())
-        text = (plan.on_one_node() if on_one_node else plan).describe()
         return {
             "run": self._run_name,
             "world_size": plan.world_size,
-            "plan": {"version": plan.version, "text": text, "is_on_trial": plan.lease is not None},
+            "plan": {"version": plan.version, "text": plan.describe(), "is_on_trial": plan.lease is not None},
             "ranks": [self._rank_fields(rank) for rank in sorted(self._ranks)],
             "nodes": [self._node_fields(node_id) for node_id in self._loads],
             "bandwidth_gbps": [8e-9 * value for value in (rate.low, rate.value, rate.high)] if rate else None,

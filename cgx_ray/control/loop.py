@@ -253,7 +253,9 @@ class ControlLoop:
         """Return what `cgx-ray top` shows, see `LiveState.fields`; None before the worker group has registered."""
         if not self.is_registered:
             return None
-        return self._live.fields(self.facts(), self.plans[-1], list(self._journal.recent))
+        plan = self.plans[-1]
+        plan = plan.on_one_node() if self._events.is_on_one_node(plan) else plan
+        return self._live.fields(self.facts(), plan, list(self._journal.recent))
 
     def next_probe(self, node_id: str, now_s: float) -> str | None:
         """Return the node that `node_id` shall probe now; None if messages suffice or it is not its turn.

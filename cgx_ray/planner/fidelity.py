@@ -41,7 +41,7 @@ PERIOD_LOSSES: Mapping[int, Mapping[int, float]] = {
     4: {2: 1.0057, 4: 1.0141, 8: 1.0304, 16: 1.0390, 32: 1.0486},
     8: {2: 1.0094, 4: 1.0205, 8: 1.0403, 16: 1.0707, 32: 1.0902},
 }
-PERIODS = (2, 4, 8, 16, 32)
+PERIODS = tuple(PERIOD_LOSSES[4])
 # Among more replicas than were measured, the loss grows with this power of their number.
 REPLICAS_POWER = 0.2
 

@@ -119,10 +119,8 @@ def best_plan(
     return BestPlan(best=best, dense=dense, gap=max(0.0, 1 - bound / best.score) if best.score > 0 else 0.0)
 
 
-def best_round(
-    measured: Measured, options: Iterable[Option], period: int, *, min_gain: float = 0.0
-) -> tuple[PlannedGroup, ...]:
-    """Return the groups with the least seconds / efficiency if ranks train alone for `period` steps in between.
+def best_round(measured: Measured, options: Iterable[Option], period: int, *, min_gain: float = 0.0) -> Prediction:
+    """Return the plan with the least seconds / efficiency if ranks train alone for `period` steps in between.
 
     All groups are ready at once, when the steps are computed: so it is `best_plan` of a step with that compute.
     """
@@ -130,7 +128,7 @@ def best_round(
         as_round(best_plan(of_round, pool, min_gain=min_gain).best.groups, period, pool)
         for of_round, pool in measured.rounds(period, list(options))
     )
-    return min(found, key=lambda groups: predict(measured, groups).score)
+    return min((predict(measured, groups) for groups in found), key=lambda plan: plan.score)
 
 
 def as_round(groups: Iterable[PlannedGroup], period: int, options: Iterable[Option]) -> tuple[PlannedGroup, ...]:
@@ -165,7 +163,7 @@ def _allowed(measured: Measured, large: LayerChain, options: Iterable[Option], m
         share = measured.efficiency(option)
         is_twin = option.intra is not Intra.FLAT and measured.network.is_flat(option.intra)
         if share is not None and share >= min_gain and large.fits(option) and not is_twin:
-            kept[option] = min(1.0, share * measured.round_loss)
+            kept[option] = measured.in_round(share)
     return kept
 
 

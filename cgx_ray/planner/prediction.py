@@ -122,10 +122,9 @@ class Measured:
         gain = self.gain_of(option)
         return efficiency(gain, option.codec) if gain is not None else None
 
-    def kept(self, option: Option) -> float | None:
-        """Return `efficiency`; in a round as a share of what its period keeps, since the larger loss counts."""
-        share = self.efficiency(option)
-        return min(1.0, share * self.round_loss) if share is not None else None
+    def in_round(self, efficiency: float) -> float:
+        """Return an efficiency; in a round as a share of what its period keeps, since the larger loss counts."""
+        return min(1.0, efficiency * self.round_loss)
 
     def gain_of(self, option: Option) -> float | None:
         """Return the gain of `option`; None if it is unknown."""
@@ -378,6 +377,7 @@ class _Under(NamedTuple):
 
     @classmethod
     def of(cls, option: Option, measured: Measured) -> _Under:
+        share = measured.efficiency(option)
         return cls(
             _work_under(
                 option,
@@ -387,7 +387,7 @@ class _Under(NamedTuple):
                 measured.bus,
                 measured.engine,
             ),
-            measured.kept(option),
+            measured.in_round(share) if share is not None else None,
             measured.counted_numel(option.codec),
         )
 

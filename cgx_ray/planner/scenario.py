@@ -18,7 +18,7 @@ from cgx_ray.planner.fidelity import Fidelity, codecs_of
 from cgx_ray.planner.joint import BestPlan, best_plan, best_round
 from cgx_ray.planner.models import ModelDescription
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
-from cgx_ray.planner.prediction import Measured, predict
+from cgx_ray.planner.prediction import Measured
 from cgx_ray.units import format_seconds, parse_count, parse_rate, parse_seconds
 
 # Smallest share of the step that a plan must save. Less is within the error of the cost model, and dense is simpler.
@@ -79,7 +79,7 @@ class Scenario:
         options = codec_options((NONE, *codecs))
         answer = best_plan(measured, options, min_gain=self.min_gain)
         alone = [one for one in self.periods if one > 1]
-        rounds = [predict(measured, best_round(measured, options, one, min_gain=self.min_gain)) for one in alone]
+        rounds = [best_round(measured, options, one, min_gain=self.min_gain) for one in alone]
         best = min([answer.best] * (1 in self.periods) + rounds, key=lambda step: step.score)
         if best is not answer.best:
             answer = replace(answer, best=best, gap=max(0.0, 1 - (1 - answer.gap) * answer.best.score / best.score))

@@ -125,7 +125,7 @@ def test_the_best_round_equals_brute_force_over_all_groupings_and_options(ranks_
         network = replace(measured.network, ranks_per_node=ranks_per_node, inside=inside)
         measured = replace(measured, network=network)
         period = rng.choice([2, 4, 8])
-        found = predict(measured, best_round(measured, options, period))
+        found = best_round(measured, options, period)
         scores = [
             predict(measured, [group._replace(period=period) for group in groups]).score
             for pool in pools
@@ -161,7 +161,7 @@ def test_a_codec_and_a_period_lose_no_more_together_than_balanced_allows() -> No
 
 def test_sums_inside_nodes_of_one_rank_are_no_reason_to_fail() -> None:
     only_inside = [replace(QSGD, intra=Intra.DENSE)]
-    assert predict(_measured(0.01), best_round(_measured(0.01), only_inside, 4)).period == 4
+    assert best_round(_measured(0.01), only_inside, 4).period == 4
 
 
 def test_more_replicas_get_a_shorter_period_since_they_lose_more() -> None:

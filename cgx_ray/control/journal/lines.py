@@ -168,9 +168,8 @@ def start_entry(
     nodes        address of each rank's node; empty if unknown
     on_one_node  all ranks share memory
     """
-    num_nodes = 1 if on_one_node else len({*nodes})
-    if not on_one_node and num_nodes < 2:
-        num_nodes = plan.world_size
+    num_addresses = len({*nodes})
+    num_nodes = 1 if on_one_node else num_addresses if num_addresses > 1 else plan.world_size
     return {
         "event": "start",
         "format": FORMAT,
