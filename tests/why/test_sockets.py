@@ -47,9 +47,11 @@ def test_the_kernel_counts_what_a_connection_carries(pair: tuple[socket.socket, 
     out, back = (tcp_info(one) for one in pair)
     assert out is not None
     assert back is not None
-    assert (out.sent_bytes, out.resent_bytes, out.received_bytes) == (NUM_BYTES, 0, 0)
+    # A busy machine is late with an acknowledgement, and TCP then sends a packet again, on loopback too.
+    assert (out.sent_bytes - out.resent_bytes, out.received_bytes) == (NUM_BYTES, 0)
     assert (back.sent_bytes, back.received_bytes) == (0, NUM_BYTES)
-    assert out.num_timeouts == 0
+    assert 0 <= out.resent_bytes < NUM_BYTES
+    assert out.resent_bytes or not out.num_timeouts
     assert 0 < out.segment_bytes <= out.path_mtu
     assert out.least_round_trip_s is not None
     assert 0 < out.least_round_trip_s <= out.round_trip_s < 1
@@ -68,7 +70,8 @@ def test_a_meter_counts_from_its_begin(pair: tuple[socket.socket, socket.socket]
     meter.sample()
     ends = {f"{host}:{port}" for host, port in (one.getsockname() for one in pair)}
     found = [one for one in meter.read() if {one.own, one.other} == ends]
-    assert sorted((one.sent_bytes, one.received_bytes) for one in found) == [(0, 1 << 20), (1 << 20, 0)]
+    moved = sorted((one.sent_bytes - one.resent_bytes, one.received_bytes) for one in found)
+    assert moved == [(0, 1 << 20), (1 << 20, 0)]
     assert len(meter.read()) <= MAX_CONNECTIONS
 
 
