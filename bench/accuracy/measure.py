@@ -24,6 +24,7 @@ from statistics import fmean
 import click
 
 from bench.accuracy.cases import (
+    ADAPTIVE,
     CGX,
     CODECS,
     LARGE_WORKLOAD,
@@ -47,6 +48,8 @@ from cgx_ray.units import parse_rate
 NEAR_LOSS = 1.01
 # 4 bits everywhere, which bits by layer are compared with.
 STATIC = str(read_option("qsgd:bits=4"))
+# A policy that allows long periods is expected to use one of so many steps where exchanges take most of the time.
+LONG_PERIOD = 8
 
 
 @bench_command(quick="A short check: one seed, 60 steps, two codecs unless others are given.", picture="accuracy.png")
@@ -111,6 +114,8 @@ class TrainingRun:
                     wire bytes, and error of the average over ranks, of the bits in force over those of 4 bits in the
                     same layers and steps; NaN if there were none
     step_s          median of the seconds of the steps in the second half of the training
+    long_share      share of the steps under a period of LONG_PERIOD or more
+    expected_loss   loss over dense's that was expected of the plan at the end; NaN if its codecs were not measured
     """
 
     workload: str
@@ -123,6 +128,8 @@ class TrainingRun:
     bytes_over_static: float = math.nan
     error_over_static: float = math.nan
     step_s: float = math.nan
+    long_share: float = 0.0
+    expected_loss: float = math.nan
 
     @property
     def loss(self) -> float:
@@ -213,6 +220,12 @@ class CodecAccuracy:
             yield Row(name=f"{name}: wire", value=wire_bytes, unit="bytes", baseline=dense_bytes, ratio=self.wire_share)
         error = self.relative_error if math.isfinite(self.relative_error) else None
         yield Row(name=f"{name}: relative error", value=error, unit="share")
+        if self.option in ADAPTIVE:
+            # The plan at the end is the one of most steps, or should be.
+            expected = fmean(run.expected_loss for run in self.runs)
+            yield Row(name=f"{name}: expected loss over dense", value=expected, unit="x")
+            share = fmean(run.long_share for run in self.runs)
+            yield Row(name=f"{name}: steps with a period of {LONG_PERIOD} or more", value=share, unit="share")
         if all(math.isfinite(run.bytes_over_static) for run in self.runs):
             # The goals are for bits that a policy has chosen.
             goals = ("<= 0.7", "<= 2") if self.option in CGX else (None, None)

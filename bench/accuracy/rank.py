@@ -24,14 +24,15 @@ from torch.nn.parallel import DistributedDataParallel
 import cgx_ray
 from bench.accuracy.bits import BitsBesideStatic
 from bench.accuracy.cases import POLICIES, TORCH_PEERS, policy_settings, read_way
-from bench.accuracy.measure import TrainingRun
+from bench.accuracy.measure import LONG_PERIOD, TrainingRun
 from bench.accuracy.workloads import Batch, TrainingTask, load_task
 from bench.shared.rank_process import run_rank
 from bench.step.averaging import Averaging, TorchRounds
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.gain import squared_error
 from cgx_ray.demo.train import learning_rate_factor
-from cgx_ray.plan import SMALL_LAYER_NUMEL, STEPS_TOGETHER
+from cgx_ray.plan import SMALL_LAYER_NUMEL, STEPS_TOGETHER, Plan
+from cgx_ray.planner.fidelity import expected_loss
 from cgx_ray.session.attach import attach_with
 
 _MAX_NORM = 1.0
@@ -63,7 +64,8 @@ def _train(task: TrainingTask, workload: str, way: str, seed: int, job: dict[str
     has_momentum = not is_codec or read_way(way)[0].codec.name != "dgc"
     optimizer = task.make_optimizer(model.parameters(), has_momentum)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, num_steps))
-    points, errors, steps_s, wire_bytes, beside = [], [], [], 0.0, BitsBesideStatic()
+    points, errors, steps_s, wire_bytes, num_long, beside = [], [], [], 0.0, 0, BitsBesideStatic()
+    loss_expected = math.nan
     with closing(_attach(model, way, folder, shared_memory=job["is_loopback"])) as attachment:
         for step in range(num_steps):
             began_s = time.perf_counter()
@@ -79,6 +81,7 @@ def _train(task: TrainingTask, workload: str, way: str, seed: int, job: dict[str
                 wire_bytes = math.nan
             elif (sample := attachment.last_step) is not None:
                 wire_bytes += sample.wire_bytes
+                num_long += attachment.plan is not None and attachment.plan.period >= LONG_PERIOD
             if (step + 1) * _NUM_POINTS // num_steps > step * _NUM_POINTS // num_steps:
                 if isinstance(attachment, Averaging):
                     attachment.average_now()
@@ -93,6 +96,8 @@ def _train(task: TrainingTask, workload: str, way: str, seed: int, job: dict[str
                     errors.append(_relative_error(gradients, way))
                 if not isinstance(attachment, Averaging) and attachment.plan is not None:
                     beside.add_step(attachment.plan, gradients, step)
+        if not isinstance(attachment, Averaging) and attachment.plan is not None:
+            loss_expected = _expected_loss(attachment.plan)
     return TrainingRun(
         workload=workload,
         option=way,
@@ -104,6 +109,8 @@ def _train(task: TrainingTask, workload: str, way: str, seed: int, job: dict[str
         bytes_over_static=beside.bytes_share,
         error_over_static=beside.error_ratio,
         step_s=median(steps_s[len(steps_s) // 2 :]),
+        long_share=num_long / (step + 1),
+        expected_loss=loss_expected,
     )
 
 
@@ -121,6 +128,11 @@ def _attach(
         return attach_with(model, policy_settings(way, shared_memory=shared_memory), folder=folder, report_s=_REPORT_S)
     option, period = read_way(way)
     return cgx_ray.attach(model, codec=option.codec, scheme=option.scheme, period=period, shared_memory=shared_memory)
+
+
+def _expected_loss(plan: Plan) -> float:
+    loss = expected_loss((group.option.codec for group in plan.groups), plan.period, dist.get_world_size())
+    return math.nan if loss is None else loss
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from cgx_ray.planner.bits import QSGD, LayerErrors
 from cgx_ray.planner.candidates import CodecCost, CodecCosts, codec_cost_of, efficiency, host_name
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.engine_cost import HOST_ENGINE, EngineCost
-from cgx_ray.planner.fidelity import expected_loss, period_loss
+from cgx_ray.planner.fidelity import describe_loss, expected_loss, period_loss
 from cgx_ray.planner.legs import EncodesOn, copy_s, exchange_stages, legs
 from cgx_ray.planner.planned_group import PlannedGroup, period_of
 from cgx_ray.planner.scheme_costs import cost_of_scheme
@@ -290,7 +290,7 @@ class Prediction:
         """
         assert self.efficiency is not None
         if self.loss is not None and self.efficiency >= 1 / self.loss - ROUNDING:
-            return f"expected loss {self.loss:.3f} of dense"
+            return f"expected loss {describe_loss(self.loss)}"
         return f"a step counts as {self.efficiency:.1%} of a dense one"
 
     def describe(self) -> str:

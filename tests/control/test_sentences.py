@@ -99,7 +99,7 @@ def test_decisions_that_keep_the_plan_are_debug_and_new_plans_are_info(
     level, verdict = said[-1]
     assert level == logging.INFO
     assert "x faster than dense (" in verdict
-    assert f"; {QSGD} since step 4; expected loss 1.005 of dense. Report: cgx-ray report {tmp_path}" in verdict
+    assert f"; {QSGD} since step 4; expected loss 1.005 ± 0.006 of dense. Report: cgx-ray report {tmp_path}" in verdict
 
 
 def test_the_verdict_compares_measured_steps_with_what_dense_took_on_that_network() -> None:
@@ -108,7 +108,7 @@ def test_the_verdict_compares_measured_steps_with_what_dense_took_on_that_networ
     assert run.speed_up == pytest.approx(180 / 58.5)
     assert run.verdict() == (
         f"3.1x faster than dense (on average 585 ms instead of 1.8 s per step); {QSGD} since step 13; "
-        "expected loss 1.003 of dense"
+        "expected loss 1.003 ± 0.006 of dense"
     )
     assert run.verdict(beside=(0.5, 2.0)).startswith(
         "4x faster than dense (on average 500 ms instead of 2 s per step); "
@@ -120,7 +120,7 @@ def test_a_verdict_on_a_network_without_dense_steps_says_that_it_is_predicted() 
     run = totals(started(QSGD, "static"), line)
     assert run.verdict() == (
         "500 ms per step on average; dense was not measured, and is predicted to take 1 s on this network; "
-        f"{QSGD} from the first step on; expected loss 1.003 of dense"
+        f"{QSGD} from the first step on; expected loss 1.003 ± 0.006 of dense"
     )
 
 

@@ -15,9 +15,11 @@ from cgx_ray.planner.candidates import efficiency
 from cgx_ray.planner.fidelity import (
     LOSS_COSTS,
     PERIOD_LOSSES,
+    SEED_SPREAD,
     Fidelity,
     codecs_of,
     describe_costs,
+    describe_loss,
     loss_of,
     period_loss,
 )
@@ -29,6 +31,7 @@ def _rows(name: str) -> dict[str, Any]:
 
 
 ROWS = _rows("accuracy.json")
+ENDS = ("least", "largest")
 TOPK = CodecSpec.parse("topk:density=0.1")
 
 
@@ -84,6 +87,25 @@ def test_codecs_in_rounds_lose_what_is_expected_of_them_or_less() -> None:
         measured = max(rows[f"{w} {codec} over sra, every {period} steps: loss"]["ratio"] for w in WORKLOADS)
         # Seeds differ by more.
         assert measured <= loss_of(CodecSpec.parse(codec), period, 4) + 2e-3, (codec, period, measured)
+
+
+def test_nine_in_ten_trainings_end_within_the_spread_of_the_mean_of_their_seeds() -> None:
+    far = []
+    for file in ("accuracy", "periods_2_ranks", "periods_4_ranks", "periods_8_ranks"):
+        rows = _rows(f"{file}.json")
+        for name in [name for name in rows if re.fullmatch(r"gpt_(adamw|sgd) (?!dense:|bf16).*: loss", name)]:
+            mean = rows[name]["ratio"]
+            least, largest = (rows[f"{name.removesuffix('loss')}{end} loss over dense"]["value"] for end in ENDS)
+            if mean <= Fidelity.BALANCED.max_loss:
+                far += [abs(loss - mean) for loss in (least, largest, 3 * mean - least - largest)]
+    assert len(far) >= 100
+    assert sorted(far)[9 * len(far) // 10] == pytest.approx(SEED_SPREAD, abs=5e-4)
+
+
+def test_an_expected_loss_has_its_spread_where_that_was_measured() -> None:
+    assert describe_loss(1.0) == "1.000 of dense"
+    assert describe_loss(1.0141) == "1.014 ± 0.006 of dense"
+    assert describe_loss(1.19) == "1.190 of dense"
 
 
 def test_levels_allow_what_was_measured_within_their_limit() -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from cgx_ray.control.policies.policy import MAX_SLOWDOWN
 from cgx_ray.plan import STEPS_TOGETHER, plan_under
+from cgx_ray.planner.fidelity import describe_loss
 from cgx_ray.units import format_count, format_seconds
 
 # Characters of a line of the log.
@@ -212,7 +213,7 @@ class RunTotals:
         loss = self.expected_loss
         if self.plan == DENSE or not any(one.has_loss for one in self._plans.values()):
             return [f"{self.plan} {since}"]
-        cost = f"expected loss {loss:.3f} of {DENSE}" if loss is not None else "its cost in loss was not measured"
+        cost = f"expected loss {describe_loss(loss)}" if loss is not None else "its cost in loss was not measured"
         return [f"{self.plan} {since}", cost]
 
     @property
