@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from bench.step.cases import ONE_BUCKET_MB, StepWay
 from cgx_ray.errors import ConfigError
+from cgx_ray.lab.schedule import Schedule, ScheduledAction
 from cgx_ray.plan import DENSE, CodecSpec, Option, Scheme, check_period, preferred_scheme
 from cgx_ray.planner.fidelity import Fidelity
 from cgx_ray.planner.papers.cgx import METHODS as CGX_METHODS
@@ -40,7 +41,9 @@ _EVERY = re.compile(r",\s*every (\d+) steps$")
 ADAPTIVE = ("adaptive", *(f"adaptive {level}" for level in Fidelity if level is not Fidelity.STRICT))
 # Bits by layer as CGX chooses them during training, by each of its methods.
 CGX = tuple(f"cgx {method}" for method in CGX_METHODS)
-POLICIES = (*ADAPTIVE, *CGX)
+# Densities and collectives of top-k as Flexible Communication chooses them during training.
+FLEXIBLE = "flexible"
+POLICIES = (*ADAPTIVE, *CGX, FLEXIBLE)
 # Torch's hooks, and its local SGD, whose gradients are averaged in as many first steps as ours.
 TORCH_PEERS = {
     "torch fp16": StepWay(name="fp16", kind="fp16_hook"),
@@ -53,6 +56,8 @@ TORCH_PEERS = {
     },
     **{f"torch local_sgd {period}": StepWay(name="local_sgd", kind="local_sgd", period=period) for period in (4, 16)},
 }
+# Divides the rates of schedules, as in bench adapt: our models are smaller than the papers'.
+RATE_DIVISOR = 25.0
 # Seconds between two choices of bits: a training of the bench takes seconds.
 _CGX_REVIEW_S = 5.0
 _QUICK_CODECS = ("qsgd:bits=2,bucket_size=128", "topk:density=0.01")
@@ -100,6 +105,7 @@ class AccuracyOptions:
     codecs          as `read_way` reads them, and those of POLICIES and TORCH_PEERS; dense always runs too
     num_seeds       of weights and batches: 0, 1, ...
     rate_bit_per_s  of the lab's links; None: loopback, where times mean nothing
+    schedule        of the lab's links instead, in epochs: a file or "c1" or "c2", each training its whole length
     """
 
     workloads: tuple[str, ...] = WORKLOADS
@@ -108,6 +114,7 @@ class AccuracyOptions:
     num_steps: int = 300
     num_ranks: int = 4
     rate_bit_per_s: float | None = None
+    schedule: str | None = None
 
     def __post_init__(self) -> None:
         for name in self.workloads:
@@ -121,7 +128,36 @@ class AccuracyOptions:
             raise ConfigError(f"steps {self.num_steps} is not allowed; give {_LEAST_STEPS} or more")
         if not 2 <= self.num_ranks <= 16:
             raise ConfigError(f"ranks {self.num_ranks} is not allowed; give 2 to 16")
-        self.ways  # noqa: B018 - raises on codecs that are not allowed
+        if self.schedule is not None and self.rate_bit_per_s is not None:
+            raise ConfigError("rate and schedule both say what the links are; give one of them")
+        self.ways, self.schedule_of_a_training  # noqa: B018 - raise on codecs and schedules that are not allowed
+
+    @property
+    def is_timed(self) -> bool:
+        return self.rate_bit_per_s is not None or self.schedule is not None
+
+    @property
+    def num_trainings(self) -> int:
+        return self.num_seeds * len(self.workloads) * len(self.ways)
+
+    @property
+    def schedule_of_a_training(self) -> Schedule | None:
+        """The schedule in steps, over the whole training, with its rates divided."""
+        if self.schedule is None:
+            return None
+        read = Schedule.read(self.schedule)
+        played = read.with_epoch(self.num_steps / read.end, "step")
+        return replace(played, events=tuple(map(_with_divided_rate, played.events)))
+
+    @property
+    def schedule_of_all(self) -> Schedule | None:
+        """The same, once for each training, one after the other."""
+        one = self.schedule_of_a_training
+        if one is None:
+            return None
+        begins = (index * self.num_steps for index in range(self.num_trainings))
+        events = (replace(event, at=begin + event.at) for begin in begins for event in one.events)
+        return replace(one, events=tuple(events))
 
     @property
     def ways(self) -> tuple[str, ...]:
@@ -129,6 +165,13 @@ class AccuracyOptions:
         known = {*POLICIES, *TORCH_PEERS}
         given = (text if text in known else _canonical(text) for text in map(str.strip, self.codecs))
         return tuple(dict.fromkeys([str(DENSE), *given]))
+
+
+def _with_divided_rate(event: ScheduledAction) -> ScheduledAction:
+    change = event.change.copy()
+    if "rate_bit_per_s" in change:
+        change["rate_bit_per_s"] /= RATE_DIVISOR
+    return replace(event, change=change)
 
 
 def quick_options(options: AccuracyOptions) -> AccuracyOptions:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -29,6 +30,7 @@ from bench.accuracy.cases import (
     CODECS,
     LARGE_WORKLOAD,
     POLICIES,
+    RATE_DIVISOR,
     WORKLOADS,
     AccuracyOptions,
     quick_options,
@@ -70,8 +72,20 @@ LONG_PERIOD = 8
 @click.option("--steps", default=300, show_default=True, help="Steps per training.")
 @click.option("--ranks", default=4, show_default=True, help="Processes.")
 @click.option("--rate", help="Train in a lab whose links have this rate, such as 100mbit.  [default: loopback]")
+@click.option(
+    "--schedule",
+    metavar="NAME",
+    help=f"Train in a lab whose links change: c1, c2 or a file in epochs; rates over {RATE_DIVISOR:g}.",
+)
 def accuracy(
-    run: BenchRun, workloads: str, codecs: str | None, seeds: int, steps: int, ranks: int, rate: str | None
+    run: BenchRun,
+    workloads: str,
+    codecs: str | None,
+    seeds: int,
+    steps: int,
+    ranks: int,
+    rate: str | None,
+    schedule: str | None,
 ) -> Iterable[Row]:
     """Train small models with each codec and dense, and compare the losses.
 
@@ -84,19 +98,20 @@ def accuracy(
         num_steps=steps,
         num_ranks=ranks,
         rate_bit_per_s=None if rate is None else parse_rate("rate", rate),
+        schedule=schedule,
     )
     options = quick_options(options) if run.quick else options
     for workload in options.workloads:
         check_workload(workload)
-    lab_reason = None if options.rate_bit_per_s is None else Lab.available()
+    lab_reason = Lab.available() if options.is_timed else None
     if lab_reason is not None:
-        raise ConfigError(f"--rate needs a lab; {lab_reason}; leave it out to train over loopback")
+        raise ConfigError(f"--{'rate' if rate else 'schedule'} needs a lab; {lab_reason}; leave it out for loopback")
 
     def on_run(one: TrainingRun, fraction: float) -> None:
         run.on_part(f"{one.workload}, seed {one.seed}: {one.option}", fraction)
 
     accuracies = accuracies_of(measure_accuracy(options, on_run))
-    run.title += f", {options.num_ranks} ranks, {rate or 'loopback'}, {options.num_steps} steps"
+    run.title += f", {options.num_ranks} ranks, {rate or schedule or 'loopback'}, {options.num_steps} steps"
     run.panels += panels_of(options, accuracies)
     return rows_of(options, accuracies)
 
@@ -114,8 +129,8 @@ class TrainingRun:
                     wire bytes, and error of the average over ranks, of the bits in force over those of 4 bits in the
                     same layers and steps; NaN if there were none
     step_s          median of the seconds of the steps in the second half of the training
-    long_share      share of the steps under a period of LONG_PERIOD or more
     expected_loss   loss over dense's that was expected of the plan at the end; NaN if its codecs were not measured
+    plans           (network of the schedule from 0 on, plan, its period, steps); none of torch's hooks
     """
 
     workload: str
@@ -128,13 +143,19 @@ class TrainingRun:
     bytes_over_static: float = math.nan
     error_over_static: float = math.nan
     step_s: float = math.nan
-    long_share: float = 0.0
     expected_loss: float = math.nan
+    plans: tuple[tuple[int, str, int, int], ...] = ()
 
     @property
     def loss(self) -> float:
         """The last validation loss, infinite if the training has diverged."""
         return math.inf if self.has_diverged else self.points[-1][2]
+
+    @property
+    def long_share(self) -> float:
+        """Share of the steps under a period of LONG_PERIOD or more."""
+        num_steps = sum(steps for *_, steps in self.plans)
+        return sum(steps for _, _, period, steps in self.plans if period >= LONG_PERIOD) / max(1, num_steps)
 
     def seconds_to(self, loss: float) -> float | None:
         """Return the seconds of training until the validation loss was `loss`, None if it never was.
@@ -226,6 +247,8 @@ class CodecAccuracy:
             yield Row(name=f"{name}: expected loss over dense", value=expected, unit="x")
             share = fmean(run.long_share for run in self.runs)
             yield Row(name=f"{name}: steps with a period of {LONG_PERIOD} or more", value=share, unit="share")
+        if self.option in POLICIES:
+            yield from self._plan_rows(name)
         if all(math.isfinite(run.bytes_over_static) for run in self.runs):
             # The goals are for bits that a policy has chosen.
             goals = ("<= 0.7", "<= 2") if self.option in CGX else (None, None)
@@ -234,6 +257,17 @@ class CodecAccuracy:
             yield Row(name=f"{name}: error over 4 bits", value=ratio, unit="x", goal=goals[1])
         if is_timed:
             yield Row(name=f"{name}: time to dense's loss, faster by", value=self.speedup, unit="x")
+
+    def _plan_rows(self, name: str) -> Iterator[Row]:
+        steps: Counter[tuple[int, str]] = Counter()
+        for run in self.runs:
+            steps.update({(network, plan): num_steps for network, plan, _, num_steps in run.plans})
+        networks = sorted({network for network, _ in steps})
+        for at in networks if len(networks) > 1 else ():
+            of_network = {plan: num_steps for (network, plan), num_steps in steps.items() if network == at}
+            plan = max(of_network, key=of_network.__getitem__)
+            share = of_network[plan] / sum(of_network.values())
+            yield Row(name=f"{name}: network {at + 1}, most steps {plan}", value=share, unit="share")
 
 
 def _over_static(run: TrainingRun) -> tuple[float, float]:
@@ -270,6 +304,7 @@ def measure_accuracy(options: AccuracyOptions, on_run: Callable[[TrainingRun, fl
         "ways": options.ways,
         "num_seeds": options.num_seeds,
         "num_steps": options.num_steps,
+        "changes": [event.at for event in one.events] if (one := options.schedule_of_a_training) is not None else [0],
     }
     lines = run_ranks(
         "bench.accuracy.rank",
@@ -277,12 +312,12 @@ def measure_accuracy(options: AccuracyOptions, on_run: Callable[[TrainingRun, fl
         name="bench accuracy",
         num_ranks=options.num_ranks,
         rate_bit_per_s=options.rate_bit_per_s,
+        schedule=options.schedule_of_all,
     )
-    num_runs = options.num_seeds * len(options.workloads) * len(options.ways)
     runs = []
     for line in lines:
         runs.append(TrainingRun(**json.loads(line)))
-        on_run(runs[-1], len(runs) / num_runs)
+        on_run(runs[-1], len(runs) / options.num_trainings)
     return runs
 
 
@@ -299,7 +334,7 @@ def accuracies_of(runs: Sequence[TrainingRun]) -> list[CodecAccuracy]:
 
 def rows_of(options: AccuracyOptions, accuracies: Sequence[CodecAccuracy]) -> list[Row]:
     """Return the numbers as rows, after those that say what was run."""
-    is_timed = options.rate_bit_per_s is not None
+    is_timed = options.is_timed
     return [
         Row(name="ranks", value=options.num_ranks, unit="processes"),
         Row(name="steps", value=options.num_steps, unit="steps"),
@@ -313,7 +348,7 @@ def panels_of(options: AccuracyOptions, accuracies: Sequence[CodecAccuracy]) -> 
     """Yield the loss over steps, over time in a lab, and the last losses, of each workload."""
     for workload in options.workloads:
         found = [one for one in accuracies if one.workload == workload]
-        axes = {"step": 0} if options.rate_bit_per_s is None else {"step": 0, "seconds of training": 1}
+        axes = {"step": 0, "seconds of training": 1} if options.is_timed else {"step": 0}
         for x, index in axes.items():
             lines = [
                 Line(label=one.option, x=[at[index] for at in one.curve], y=[at[2] for at in one.curve], style="-")

@@ -6,10 +6,13 @@ Rank 0 writes a `TrainingRun` as a line of JSON after each case.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import cgx_ray
 from bench.accuracy.bits import BitsBesideStatic
 from bench.accuracy.cases import POLICIES, TORCH_PEERS, policy_settings, read_way
-from bench.accuracy.measure import LONG_PERIOD, TrainingRun
+from bench.accuracy.measure import TrainingRun
 from bench.accuracy.workloads import Batch, TrainingTask, load_task
 from bench.shared.rank_process import run_rank
 from bench.step.averaging import Averaging, TorchRounds
@@ -41,16 +44,45 @@ _NUM_POINTS = 10
 _REPORT_S = 0.05
 
 
+class _Sent:
+    """What the steps of a training sent, and under which plans.
+
+    changes     steps at which the network changes
+    wire_bytes  sum over the steps
+    plans       steps by (network, plan, period)
+    """
+
+    def __init__(self, changes: Sequence[float]) -> None:
+        self.wire_bytes = 0.0
+        self.plans = Counter[tuple[int, str, int]]()
+        self._changes = changes
+        self._last: Plan | None = None
+
+    def add_step(self, attachment: cgx_ray.Attachment, step: int) -> None:
+        sample, plan = attachment.last_step, attachment.plan
+        self.wire_bytes += sample.wire_bytes if sample is not None else 0
+        if plan is not None:
+            self.plans[bisect_right(self._changes, step) - 1, plan.describe(), plan.period] += 1
+            self._last = plan
+
+    @property
+    def expected_loss(self) -> float:
+        """Loss over dense's that is expected of the last plan, NaN if its codecs were not measured."""
+        if (plan := self._last) is None:
+            return math.nan
+        loss = expected_loss((group.option.codec for group in plan.groups), plan.period, dist.get_world_size())
+        return math.nan if loss is None else loss
+
+
 def _measure(job: dict[str, Any]) -> None:
     tasks = {name: load_task(name) for name in job["workloads"]}
-    for seed in range(job["num_seeds"]):
-        for workload, task in tasks.items():
-            for way in job["ways"]:
-                run = _train(task, workload, way, seed, job)
-                # Reducer and model hold each other: without this the memory of the cases adds up.
-                gc.collect()
-                if job["rank"] == 0:
-                    print(json.dumps(asdict(run)), flush=True)
+    cases = itertools.product(range(job["num_seeds"]), tasks.items(), job["ways"])
+    for index, (seed, (workload, task), way) in enumerate(cases):
+        run = _train(task, workload, way, seed, {**job, "first_step": index * job["num_steps"]})
+        # Reducer and model hold each other: without this the memory of the cases adds up.
+        gc.collect()
+        if job["rank"] == 0:
+            print(json.dumps(asdict(run)), flush=True)
     dist.barrier()
 
 
@@ -60,14 +92,15 @@ def _train(task: TrainingTask, workload: str, way: str, seed: int, job: dict[str
     folder = Path(job["store"]).parent / f"{workload}-{way}-{seed}"
     peer = TORCH_PEERS.get(way)
     model = DistributedDataParallel(task.build(seed), bucket_cap_mb=peer.bucket_cap_mb if peer is not None else None)
+    sent = _Sent(job["changes"])
     is_codec = peer is None and way not in POLICIES
     has_momentum = not is_codec or read_way(way)[0].codec.name != "dgc"
     optimizer = task.make_optimizer(model.parameters(), has_momentum)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, num_steps))
-    points, errors, steps_s, wire_bytes, num_long, beside = [], [], [], 0.0, 0, BitsBesideStatic()
-    loss_expected = math.nan
+    points, errors, steps_s, beside = [], [], [], BitsBesideStatic()
     with closing(_attach(model, way, folder, shared_memory=job["is_loopback"])) as attachment:
         for step in range(num_steps):
+            _report(job["first_step"] + step, job)
             began_s = time.perf_counter()
             model(*task.batch(seed, step, dist.get_rank())).backward()
             nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM)
@@ -77,11 +110,8 @@ def _train(task: TrainingTask, workload: str, way: str, seed: int, job: dict[str
             optimizer.zero_grad()
             schedule.step()
             steps_s.append(time.perf_counter() - began_s)
-            if isinstance(attachment, Averaging):
-                wire_bytes = math.nan
-            elif (sample := attachment.last_step) is not None:
-                wire_bytes += sample.wire_bytes
-                num_long += attachment.plan is not None and attachment.plan.period >= LONG_PERIOD
+            if isinstance(attachment, cgx_ray.Attachment):
+                sent.add_step(attachment, step)
             if (step + 1) * _NUM_POINTS // num_steps > step * _NUM_POINTS // num_steps:
                 if isinstance(attachment, Averaging):
                     attachment.average_now()
@@ -96,22 +126,26 @@ def _train(task: TrainingTask, workload: str, way: str, seed: int, job: dict[str
                     errors.append(_relative_error(gradients, way))
                 if not isinstance(attachment, Averaging) and attachment.plan is not None:
                     beside.add_step(attachment.plan, gradients, step)
-        if not isinstance(attachment, Averaging) and attachment.plan is not None:
-            loss_expected = _expected_loss(attachment.plan)
     return TrainingRun(
         workload=workload,
         option=way,
         seed=seed,
         points=tuple(points),
         has_diverged=len(points) < _NUM_POINTS,
-        wire_bytes=wire_bytes / (step + 1),
+        wire_bytes=sent.wire_bytes / (step + 1) if peer is None else math.nan,
         relative_error=max(errors, default=math.nan),
         bytes_over_static=beside.bytes_share,
         error_over_static=beside.error_ratio,
         step_s=median(steps_s[len(steps_s) // 2 :]),
-        long_share=num_long / (step + 1),
-        expected_loss=loss_expected,
+        expected_loss=sent.expected_loss,
+        plans=tuple((*plan, num_steps) for plan, num_steps in sent.plans.items()),
     )
+
+
+def _report(step: int, job: dict[str, Any]) -> None:
+    """Tell the schedule, if there is one, that `step` begins."""
+    if job["rank"] == 0 and "step_file" in job:
+        Path(job["step_file"]).write_text(str(step))
 
 
 def _attach(
@@ -128,11 +162,6 @@ def _attach(
         return attach_with(model, policy_settings(way, shared_memory=shared_memory), folder=folder, report_s=_REPORT_S)
     option, period = read_way(way)
     return cgx_ray.attach(model, codec=option.codec, scheme=option.scheme, period=period, shared_memory=shared_memory)
-
-
-def _expected_loss(plan: Plan) -> float:
-    loss = expected_loss((group.option.codec for group in plan.groups), plan.period, dist.get_world_size())
-    return math.nan if loss is None else loss
 
 
 @torch.no_grad()

@@ -6,7 +6,9 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import IO, Any
 from cgx_ray.errors import CGXError
 from cgx_ray.lab.link import LinkChange
 from cgx_ray.lab.namespaces import Lab
+from cgx_ray.lab.schedule import Schedule, play
 
 
 class BenchError(CGXError, RuntimeError):
@@ -65,11 +68,13 @@ def run_ranks(
     num_ranks: int,
     rate_bit_per_s: float | None = None,
     latency_s: float = 0.0,
+    schedule: Schedule | None = None,
 ) -> Iterator[str]:
     """Start `num_ranks` processes of `module` and yield the lines that rank 0 writes.
 
     rate_bit_per_s  of every link of a lab; None: loopback
     latency_s       one way
+    schedule        of the lab's links, in steps that rank 0 writes into the file `job["step_file"]`
 
     `started_ranks` has the other arguments. Raises BenchError if a rank ends early, LabError if the lab cannot be made.
     """
@@ -81,7 +86,25 @@ def run_ranks(
             if latency_s:
                 link["latency_s"] = latency_s
             lab = stack.enter_context(Lab(num_ranks, **link))
+        elif schedule is not None:
+            lab = stack.enter_context(Lab(num_ranks, **schedule.events[0].change))
+            step_file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "step"
+            job = {**job, "step_file": str(step_file)}
+            stack.enter_context(_played(schedule, lab, step_file))
         yield from stack.enter_context(started_ranks(module, job, name=name, num_ranks=num_ranks, lab=lab)).lines()
+
+
+@contextmanager
+def _played(schedule: Schedule, lab: Lab, step_file: Path) -> Iterator[None]:
+    """Play `schedule` during the body. Raises LabError at its end if an action was refused."""
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        played = pool.submit(play, schedule, lab, step_file, lambda event: None, stop)
+        try:
+            yield
+        finally:
+            stop.set()
+        played.result()
 
 
 @contextmanager

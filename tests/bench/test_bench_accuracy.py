@@ -32,7 +32,7 @@ from bench.accuracy.measure import (
     rows_of,
 )
 from bench.accuracy.workloads import load_task
-from cgx_ray.errors import ConfigError
+from cgx_ray.errors import ConfigError, LabError
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.plan import DENSE, Scheme
 
@@ -122,6 +122,33 @@ def test_where_links_have_a_rate_times_are_compared_and_drawn() -> None:
     assert [panel.x for panel in panels_of(options, accuracies)] == ["step", "seconds of training", ""]
     plain = AccuracyOptions(workloads=("digits",), codecs=(), num_seeds=1)
     assert [panel.x for panel in panels_of(plain, accuracies)] == ["step", ""]
+
+
+def test_a_schedule_is_played_to_each_training_over_its_steps() -> None:
+    options = AccuracyOptions(workloads=("digits",), codecs=("bf16",), num_seeds=1, num_steps=100, schedule="c1")
+    one, both = options.schedule_of_a_training, options.schedule_of_all
+    assert one is not None
+    assert both is not None
+    assert [event.at for event in one.events] == [0, 24, 48, 72]
+    assert [event.at for event in both.events] == [0, 24, 48, 72, 100, 124, 148, 172]
+    assert [event.change.get("rate_bit_per_s") for event in one.events] == [1e9, 4e7, None, 1e9]
+    assert [event.change for event in both.events[4:]] == [event.change for event in one.events]
+    with pytest.raises(ConfigError, match="rate and schedule both"):
+        replace(options, rate_bit_per_s=1e8)
+    with pytest.raises(LabError, match="neither a file nor one of c1, c2"):
+        replace(options, schedule="c3")
+
+
+def test_the_plan_of_most_steps_of_each_network_is_a_row() -> None:
+    dense, first = _run("dense", 1.0), ((0, "dense", 1, 4), (1, "qsgd 4-bit over sra, every 8 steps", 8, 6))
+    second = (*first[:1], (1, "dense", 1, 8), (1, "qsgd 4-bit over sra, every 8 steps", 8, 4))
+    runs = [replace(_run("adaptive fast", 1.0), plans=plans, expected_loss=1.03) for plans in (first, second)]
+    found = CodecAccuracy(runs=tuple(runs), dense=(dense, dense))
+    rows = {row.name.removeprefix("digits adaptive fast: "): row.value for row in found.rows(is_timed=True)}
+    assert rows["network 1, most steps dense"] == 1
+    assert rows["network 2, most steps qsgd 4-bit over sra, every 8 steps"] == pytest.approx(10 / 18)
+    assert rows["steps with a period of 8 or more"] == pytest.approx((6 / 10 + 4 / 16) / 2)
+    assert rows["expected loss over dense"] == 1.03
 
 
 def test_policies_are_compared_with_4_bits_everywhere() -> None:
