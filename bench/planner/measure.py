@@ -16,7 +16,6 @@ import torch
 from bench.planner.bits import measure_bits, measure_gain, record_gradients
 from bench.planner.cases import (
     COMPRESSING,
-    CPU,
     DENSE_INDEX,
     GPU,
     OFFLOADED,
@@ -35,19 +34,19 @@ from bench.planner.cases import (
 )
 from bench.planner.fusion import fuse
 from bench.planner.strategies import named_strategies
+from bench.planner.tree import crippled_rows, tree_rows
 from bench.shared.picture import Line, Plot
 from bench.shared.runner import BenchRun, OnPart, bench_command
 from cgx_ray.commands.collective import compare_schemes
-from cgx_ray.plan import CodecSpec, Option
+from cgx_ray.plan import Option
 from cgx_ray.planner.candidates import candidate_options, codec_options, offloaded
 from cgx_ray.planner.cost import Link
 from cgx_ray.planner.fidelity import Fidelity, codecs_of
 from cgx_ray.planner.joint import MAX_GAP, BestPlan, best_plan
 from cgx_ray.planner.models import MODEL_NAMES
-from cgx_ray.planner.papers.bytecomp import CodecDevice, TreePath, bytecomp, option_of, path_cost, paths
 from cgx_ray.planner.papers.cupcake import cupcake
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
-from cgx_ray.planner.pipeline import GroupCost, Pipeline, cheapest, group_cost, undominated
+from cgx_ray.planner.pipeline import cheapest, group_cost
 from cgx_ray.planner.prediction import Measured, forget_work, predict
 from cgx_ray.planner.search import search
 from cgx_ray.report.result import Row
@@ -59,9 +58,10 @@ SWEPT_GBPS = 10.0
 SWEPT_LAYERS = (10, 20, 50, 100, 200, 314, 500, 1000, 2000)
 SWEPT_WORKERS = tuple(1 << exponent for exponent in range(3, 15))
 SCALING_GBPS = 3.0
-TREE_GBPS = 1.0
 # Partial groupings: half a minute for 314 layers where Cupcake's search does not end by itself; and of a short check.
 CUPCAKE_NODES, QUICK_CUPCAKE_NODES = 100_000, 2_000
+# The same where it goes without one of its insights.
+INSIGHTS_NODES = 20_000
 CUPCAKE_GBPS, CUPCAKE_LAYERS = (1.0, 10.0, 25.0), (20, 28, 40, 56, 80, 160, 314)
 ROUNDING = 1e-12
 
@@ -122,8 +122,10 @@ def measure_planner(numbers: PlannerNumbers, on_part: OnPart) -> None:
         ("planning times", _times),
         ("numbers of layers", _sweep_layers),
         ("Cupcake's search", _cupcake_ends),
+        ("Cupcake's insights", _insights),
         ("numbers of workers", _sweep_workers),
-        ("the decision tree", _tree),
+        ("the decision tree", lambda numbers: numbers.rows.extend(tree_rows(quick=numbers.quick))),
+        ("the tree with less of it", lambda numbers: numbers.rows.extend(crippled_rows())),
     ]
     if not numbers.quick:
         parts += [
@@ -304,6 +306,19 @@ def _cupcake_ends(numbers: PlannerNumbers) -> None:
         numbers.add_row(f"cupcake_ends_up_to_{gbps:g}gbps", most, f"layers of {CUPCAKE_LAYERS[-1]}")
 
 
+def _insights(numbers: PlannerNumbers) -> None:
+    """Time Cupcake's search with both of its insights, one and none, where it ends with both (its table 1)."""
+    num_nodes = QUICK_CUPCAKE_NODES if numbers.quick else INSIGHTS_NODES
+    for model in ("resnet50", "resnet101", "bert_base")[: 1 if numbers.quick else None]:
+        pipeline = model_pipeline(model, CUPCAKE_GBPS[0])
+        for insights in ((1, 2), (1,), (2,), ()):
+            start = time.perf_counter()
+            _, has_ended = cupcake(pipeline, QSGD_INDEX, num_nodes, insights)
+            cut = "" if has_ended else f", cut at {num_nodes:,} groupings"
+            name = f"cupcake_{model}_insights_{'_'.join(map(str, insights)) or 'none'}"
+            numbers.add_row(name, 1e3 * (time.perf_counter() - start), f"ms{cut}")
+
+
 def _sweep_workers(numbers: PlannerNumbers) -> None:
     options = candidate_options(CANDIDATE_DENSITIES)
     swept, lines = SWEPT_WORKERS[: 2 if numbers.quick else None], []
@@ -324,31 +339,3 @@ def _sweep_workers(numbers: PlannerNumbers) -> None:
             lines.append(Line(label=f"{label}, {ranks_per_node} per node", x=swept, y=y))
     title = f"Predicted scaling, ResNet-101, {SCALING_GBPS:g} Gbit/s between nodes"
     numbers.panels.append(Plot(title=title, x="workers", y="% of the progress alone", lines=lines, log="x"))
-
-
-def _tree(numbers: PlannerNumbers) -> None:
-    """Compare all paths of ByteComp's tree, the engine's paths, and ByteComp's greedy choice, for ResNet-101.
-
-    Quick: for AlexNet, because the greedy choice tries all paths for every tensor.
-    """
-    network, qsgd = cluster(64, gbps=TREE_GBPS), CodecSpec(name="qsgd")
-    found = [(path, path_cost(path, network, qsgd, {CodecDevice.GPU: GPU, CodecDevice.CPU: CPU})) for path in paths()]
-    ours = [(path, cost) for path, cost in found if option_of(path, qsgd) is not None]
-    numbers.add_row("tree_paths", len(found), "paths", "== 4341")
-    numbers.add_row("tree_engine_paths", len(ours), "paths")
-    layers = model_pipeline("alexnet" if numbers.quick else "resnet101", TREE_GBPS)
-
-    def pipeline(chosen: Sequence[tuple[TreePath, GroupCost]]) -> Pipeline:
-        costs = [chosen[index][1] for index in undominated([cost for _, cost in chosen])]
-        return Pipeline(backward_s=layers.backward_s, numel=layers.numel, costs=tuple(costs))
-
-    all_paths, engine_paths = pipeline(found), pipeline(ours)
-    best, engine_best = search(all_paths, max_gap=MAX_GAP), search(engine_paths, max_gap=MAX_GAP)
-    numbers.add_row("tree_undominated_paths", len(all_paths.costs), "paths")
-    numbers.add_row("tree_best_ms", 1e3 * best.finish_s, "ms")
-    numbers.add_row("tree_engine_over_best", engine_best.finish_s / best.finish_s, "x")
-    holds_nothing_up = [index for index, cost in enumerate(all_paths.costs) if cost.compute_s(1) == 0]
-    dense = min(holds_nothing_up, key=lambda index: all_paths.costs[index].network_s(1 << 20))
-    rest = [index for index in range(len(all_paths.costs)) if index != dense]
-    greedy_s = all_paths.finish_s(bytecomp(all_paths, dense=dense, compressing=rest, offloaded={}))
-    numbers.add_row("tree_bytecomp_over_best", _over(greedy_s, best.finish_s), "x", ">= 1")

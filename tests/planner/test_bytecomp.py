@@ -91,12 +91,16 @@ def test_first_and_second_moves_pair_as_in_table_2() -> None:
         assert not open_moves, path
 
 
-def test_engine_has_18_of_the_paths_one_for_each_option() -> None:
+def test_engine_has_a_path_for_each_of_18_options_and_two_for_those_that_nccl_sums_inside_nodes() -> None:
     """Flat: 3 without a codec, 3 with one on either device. Hierarchical: all 6 after dense sums, and 3 compressed."""
     found = {path: option for path in PATHS if (option := option_of(path, QSGD)) is not None}
-    assert len(found) == 3 + 3 * 2 + 6 + 3
     options = set(found.values())
-    assert len(options) == len(found)
+    assert len(options) == 3 + 3 * 2 + 6 + 3
+    twice = [option for option in options if sum(one == option for one in found.values()) > 1]
+    assert {str(option) for option in twice} == {
+        f"{QSGD} over {scheme}, dense inside nodes" for scheme in (Scheme.SRA, Scheme.ALLGATHER, Scheme.BROADCAST)
+    }
+    assert len(found) == len(options) + len(twice)
     assert {str(option) for option in options if option.intra is Intra.FLAT} == {
         "dense", "none over sra", "none over broadcast",
         *(f"{QSGD} over {scheme}" for scheme in (Scheme.ALLGATHER, Scheme.SRA, Scheme.BROADCAST)),

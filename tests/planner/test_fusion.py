@@ -42,8 +42,15 @@ def test_cupcakes_search_and_fusion_find_the_same_finish_without_leads_and_tails
         pipeline = random_pipeline(rng, rng.randint(1, 14), 1)
         (cost,) = pipeline.costs
         pipeline = replace(pipeline, costs=(GroupCost(**{name: getattr(cost, name) for name in PAPER}),))
-        found_s = pipeline.finish_s(cupcake(pipeline, 0)[0])
-        assert found_s == pytest.approx(fuse(pipeline)[1], rel=ROUNDING), (case, pipeline)
+        # Each insight spares work, and none changes what is found; without both small problems only end.
+        for insights in ((1, 2), (1,), (2,), ())[: 4 if pipeline.num_layers <= 8 else 1]:
+            groups, has_ended = cupcake(pipeline, 0, insights=insights)
+            assert has_ended
+            assert pipeline.finish_s(groups) == pytest.approx(fuse(pipeline)[1], rel=ROUNDING), (
+                case,
+                insights,
+                pipeline,
+            )
 
 
 def test_fusion_and_the_joint_search_agree_on_one_option_and_314_layers() -> None:

@@ -17,9 +17,9 @@ decompress. It is a sequence of moves (one collective routine in one scope) with
                   compressed; what arrives compressed may go on as it is, or be decompressed, summed and compressed
     start, end    uncompressed
 
-That makes 4,341 paths, the number that the paper states. The engine runs 18 of them, one for each option with a codec
-that all schemes carry; ring, trees and AR-Topk are not in the tree. Moves of these paths cost what they do for the
-option.
+That makes 4,341 paths, the number that the paper states. The engine runs 21 of them, for the 18 options with a codec
+that all schemes carry, three of which are done in two ways; ring, trees and AR-Topk are not in the tree. Moves of these
+paths cost what they do for the option.
 """
 
 from __future__ import annotations
@@ -249,7 +249,8 @@ _INSIDE: dict[Intra, tuple[tuple[str, ...], tuple[str, ...]]] = {
 def option_of(path: TreePath, codec: CodecSpec) -> Option | None:
     """Return the engine's option that does `path` with `codec`, which every scheme must carry; None if there is none.
 
-    The engine does all codec work of a group on one device, and on the CPU if the group is hierarchical.
+    The engine does all codec work of a group on one device. That is the CPU if the group is hierarchical, or the GPU if
+    NCCL can sum inside nodes.
     """
     names = tuple(task.task if isinstance(task, CodecTask) else task.routine for task in path)
     devices = {task.device for task in path if isinstance(task, CodecTask)}
@@ -263,9 +264,11 @@ def option_of(path: TreePath, codec: CodecSpec) -> Option | None:
         return option.on(Device.CPU) if devices == {CodecDevice.CPU} else option
     for intra, (head, tail) in _INSIDE.items():
         middle = names[len(head) : -len(tail)]
-        is_one = middle in _SCHEMES and names == (*head, *middle, *tail) and devices != {CodecDevice.GPU}
+        is_one = middle in _SCHEMES and names == (*head, *middle, *tail)
         if is_one and (intra is Intra.DENSE or "compress" in middle):
-            return Option(codec=used, scheme=_SCHEMES[middle], intra=intra)
+            option = Option(codec=used, scheme=_SCHEMES[middle], intra=intra)
+            is_possible = devices != {CodecDevice.GPU} or not option.needs_host(device_sums=True)
+            return option if is_possible else None
     return None
 
 

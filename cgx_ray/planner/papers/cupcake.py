@@ -23,6 +23,7 @@ It takes exponential time at worst. With qsgd, 8 workers and 0.2 s of compute it
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 
 from cgx_ray.planner.pipeline import GroupEnd, Groups, Pipeline
 
@@ -30,8 +31,12 @@ from cgx_ray.planner.pipeline import GroupEnd, Groups, Pipeline
 MAX_NODES = 1_000_000
 
 
-def cupcake(pipeline: Pipeline, option: int, max_nodes: int = MAX_NODES) -> tuple[Groups, bool]:
+def cupcake(
+    pipeline: Pipeline, option: int, max_nodes: int = MAX_NODES, insights: Collection[int] = (1, 2)
+) -> tuple[Groups, bool]:
     """Return the groups with the earliest finish when all use `option`, and whether the search ended by itself.
+
+    insights  those that rule out groupings; fewer find the same, later (table 1)
 
     Departure: it gives up after `max_nodes` partial groupings and returns the best so far. If it ends before that, the
     answer is the optimum unless the option has a lead or a tail.
@@ -55,7 +60,7 @@ def cupcake(pipeline: Pipeline, option: int, max_nodes: int = MAX_NODES) -> tupl
         start = groups[-1].end if groups else 0
         # Insight 2.
         first = start + 1
-        while first < N and compute_s(start, first + 1) <= sent_s - computed_s:
+        while 2 in insights and first < N and compute_s(start, first + 1) <= sent_s - computed_s:
             first += 1
         found = []
         for end in range(first, N + 1):
@@ -70,7 +75,7 @@ def cupcake(pipeline: Pipeline, option: int, max_nodes: int = MAX_NODES) -> tupl
                 continue
             # Insight 1.
             least_s = max(done_s + compute_s(end, N), next_sent_s + cost.network_s(numel[N] - numel[end]))
-            if least_s + pipeline.after_s < best_s:
+            if 1 not in insights or least_s + pipeline.after_s < best_s:
                 found.append((grouping, done_s, next_sent_s))
         open_groupings += reversed(found)
     return best, not open_groupings
