@@ -42,7 +42,7 @@ def asked(run: FakeTraining, tmp_path: Path, name: str = "my run") -> dict[str, 
         latency_s = {"other": 2e-4}
         live.add_sample(NodeSample(node_id=f"node{rank}", time_s=1.0, steps=steps, latency_s=latency_s, host=LOAD))
     journal = [json.loads(line) for line in (tmp_path / "decisions.jsonl").read_text().splitlines()]
-    found: dict[str, Any] = json.loads(json.dumps(live.fields(run.loop.facts(), run.loop.plans[-1], journal[-20:])))
+    found: dict[str, Any] = json.loads(json.dumps(live.fields(run.loop.facts(), run.loop.plans, journal[-20:])))
     return found
 
 
@@ -69,6 +69,23 @@ def test_the_view_of_a_controller_shows_ranks_links_plan_and_decisions_in_80_col
     assert "qsgd 4-bit over sra, version" in text
     assert "dense -> qsgd 4-bit over sra: first measurements" in text
     assert "predicted 620 ms per step, measured 62" in text
+
+
+def test_a_plan_that_ranks_do_not_have_yet_is_shown_as_the_next_one(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.gbps, run.lag = 0.1, 20
+    run.run(15)
+    coming = "; next qsgd 4-bit over sra, decided at step 3"
+    assert view_of_controller(asked(run, tmp_path)).plan == f"dense, version 0{coming}"
+    assert view_of_record(load_run(tmp_path)).plan == f"dense{coming}"
+    run.run(20)
+    assert view_of_controller(asked(run, tmp_path)).plan == "qsgd 4-bit over sra (on trial), version 1"
+    assert view_of_record(load_run(tmp_path)).plan == "qsgd 4-bit over sra"
+    # Its plans have numbers of their own.
+    again = start(tmp_path)
+    again.clock = lambda step: 1000.0 + step
+    again.run(1)
+    assert view_of_record(load_run(tmp_path)).plan == "dense"
 
 
 def test_a_name_from_a_user_steers_no_terminal_and_is_no_markup(tmp_path: Path) -> None:
