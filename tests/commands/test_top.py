@@ -240,11 +240,24 @@ def test_a_folder_that_is_missing_or_holds_no_run_is_one_clear_error(
     for folder, says in (
         (tmp_path / "missing", "no such folder: "),
         (f"{tmp_path.name}/missing", "no such folder: "),
+        (tmp_path / "no" / "run", f", as there is no {tmp_path / 'no'}; "),
+        ("no/run", "no such folder: no/run, as there is no no; "),
+        ("./missing", "no such folder: missing; "),
+        ("~/no-such-runs/run", "/no-such-runs; give "),
+        ("~nobody-of-this-name/run", "~nobody-of-this-name"),
         (tmp_path, "has no decisions.jsonl with a plan"),
     ):
         done = CliRunner().invoke(main, ["top", str(folder), "--once"])
         assert done.exit_code == 2
         assert says in done.output.replace("\n", " ")
+
+
+def test_a_name_with_a_slash_is_that_of_a_run_if_the_cluster_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top, "connect", lambda address: None)
+    monkeypatch.setattr(top, "_running", lambda: {"team/run": "team/run/1"})
+    assert top._folder_of("team/run", "auto") is None
+    with pytest.raises(ConfigError, match="no such folder: team/other, as there is no team;"):
+        top._folder_of("team/other", "auto")
 
 
 def test_the_name_of_an_actor_tells_its_run_and_is_new_each_time() -> None:
