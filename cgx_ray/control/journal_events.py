@@ -53,7 +53,6 @@ class JournalEvents:
         self._named_silent: frozenset[int] = frozenset()
         # When the last sample of a step came; at first, when samples were first waited for.
         self._sampled_s: float | None = None
-        self._last_step = -1
         self._reported_s: dict[str, float] = {}
         self._is_quiet = False
         self.start_group()
@@ -62,6 +61,7 @@ class JournalEvents:
         """Begin with a new worker group."""
         self._is_started = False
         self._num_fault_lines = 0
+        self._last_step = -1
         self._policy_errors: set[type[Exception]] = set()
         self._weight_drift = 0.0
         # Decisions whose plan no step has had yet, by its version, each with the codec that it times.
@@ -174,4 +174,4 @@ class JournalEvents:
     def end(self, step: int | None, time_s: float) -> None:
         """Write the last line of a worker group, if it has a first one. `step`: the last one that was joined."""
         if self._is_started:
-            self._journal.write(end_entry(step=step, time_s=time_s))
+            self._journal.write(end_entry(step=step, newest_step=self._last_step, time_s=time_s))
