@@ -125,7 +125,7 @@ def mean_step_s(found: Sequence[StepSpan]) -> float | None:
 
 
 def counted_steps(record: RunRecord) -> str:
-    """Return in words how many steps, and which, the run's times and its speed-up are of: those of `spans`."""
+    """Return in words which steps the run's times and its speed-up are of: those of `spans`."""
     found = spans(record)
     ranges: list[list[int]] = []
     for span in found:
@@ -134,8 +134,8 @@ def counted_steps(record: RunRecord) -> str:
             ranges[-1][1] = span.step
         else:
             ranges.append([first, span.step])
-    which = ", ".join(f"{first} to {last}" for first, last in ranges[:_SHOWN_RANGES])
-    return f"{sum(span.num_steps for span in found)}: {which}{', ...' if len(ranges) > _SHOWN_RANGES else ''}"
+    which = ", ".join(_steps_of(first, last) for first, last in ranges[:_SHOWN_RANGES])
+    return f"{which}{', ...' if len(ranges) > _SHOWN_RANGES else ''}"
 
 
 def left_out_steps(record: RunRecord) -> str:

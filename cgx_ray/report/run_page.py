@@ -143,7 +143,9 @@ def _what_and_where(record: RunRecord) -> str:
     texts.append(f"It began on {begin:%Y-%m-%d %H:%M:%S} UTC and took {format_seconds(duration_s(record))}")
     if found:
         left_out = left_out_steps(record)
-        texts[-1] += f". Means are over steps {counted_steps(record)}{f'; left out: {left_out}' if left_out else ''}"
+        num_steps = format_count(sum(span.num_steps for span in found), "step")
+        texts[-1] += f". Means are over {num_steps}, {counted_steps(record)}"
+        texts[-1] += f"; left out: {left_out}" if left_out else ""
     texts[-1] += "."
     return " ".join(texts)
 

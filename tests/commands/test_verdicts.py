@@ -157,13 +157,13 @@ def test_the_steps_of_a_mean_and_those_left_out_are_named(tmp_path: Path) -> Non
     run.run(2)
     run.loop.end(100.0)
     _, _, told = report(tmp_path)
-    assert (told["num_steps"], told["counted_steps"]) == (19, "19: 2 to 20")
+    assert (told["num_steps"], told["counted_steps"]) == (19, "2 to 20")
     left_out = "0 to 1 (start-up), 21 to 22 (not reported by all ranks before the end)"
     assert told["left_out_steps"] == left_out
     said = " ".join(invoke("compare", tmp_path, tmp_path).split())
     assert "steps that count 19: 2 to 20 19: 2 to 20" in said
     assert "0 to 1 (start-up)" in said
-    assert f"Means are over steps 19: 2 to 20; left out: {left_out}." in (tmp_path / "report.html").read_text()
+    assert f"Means are over 19 steps, 2 to 20; left out: {left_out}." in (tmp_path / "report.html").read_text()
 
 
 def test_runs_without_a_loss_are_named_once(tmp_path: Path) -> None:
