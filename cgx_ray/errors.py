@@ -7,10 +7,12 @@ import inspect
 import operator
 import os
 import resource
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
-_T = TypeVar("_T")
+# Longest value of an argument that an error repeats.
+_SHOWN_CHARS = 40
+_Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
 
 class CGXError(Exception):
@@ -91,20 +93,52 @@ def unknown(what: str, name: object, known: Sequence[str]) -> str:
     return f"unknown {what} {name!r}; {f'did you mean {near!r}? ' if near else ''}known: {', '.join(known)}"
 
 
-def names_arguments(cls: type[_T]) -> type[_T]:
-    """Decorate a dataclass: an argument that it does not take is a ConfigError, which names the most similar one."""
-    make = cls.__init__
-    known = [name for name in inspect.signature(make).parameters if name != "self"]
+def names_arguments(made: _Callable) -> _Callable:
+    """Decorate a class or a function whose arguments have names.
 
-    @functools.wraps(make)
-    def check(self: _T, *values: Any, **arguments: Any) -> None:
-        for name in arguments:
-            if name not in known:
-                raise ConfigError(f"{cls.__name__} got {unknown('argument', name, known)}")
-        make(self, *values, **arguments)
+    An argument that it does not take is a ConfigError, which names the most similar one. So is one without its name,
+    where it needs one: that error says what to write.
+    """
+    call = made.__init__ if isinstance(made, type) else made  # type: ignore[misc]
+    parameters = {name: one for name, one in inspect.signature(call).parameters.items() if name != "self"}
+    num_selves = len(inspect.signature(call).parameters) - len(parameters)
 
-    setattr(cls, "__init__", check)  # noqa: B010 - mypy lets no method be replaced
-    return cls
+    @functools.wraps(call)
+    def checked(*values: Any, **arguments: Any) -> Any:
+        try:
+            return call(*values, **arguments)
+        except TypeError:
+            # Looked at only then: plans have thousands of groups. The error may as well be another one.
+            if (problem := _wrong_call(made.__name__, parameters, values[num_selves:], arguments)) is not None:
+                raise ConfigError(problem) from None
+            raise
+
+    if not isinstance(made, type):
+        return cast(_Callable, checked)
+    setattr(made, "__init__", checked)  # noqa: B010 - mypy lets no method be replaced
+    return made
+
+
+def _wrong_call(
+    name: str, parameters: Mapping[str, inspect.Parameter], values: Sequence[object], arguments: Mapping[str, object]
+) -> str | None:
+    """Return which of these arguments `name` does not take, and what to write; None if none of them is the problem."""
+    known = [one for one, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
+    if len(known) == len(parameters) and (wrong := [one for one in arguments if one not in known]):
+        return f"{name} got {unknown('argument', wrong[0], known)}"
+    unnamed = [one for one, parameter in parameters.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    if len(values) <= len(unnamed):
+        return None
+    free = [one for one in known if one not in unnamed and one not in arguments]
+    named = {**dict(zip(free, values[len(unnamed) :], strict=False)), **arguments}
+    written = ", ".join([*unnamed, *(f"{one}={_shown(value)}" for one, value in named.items())])
+    takes = f"all arguments but {', '.join(unnamed)}" if unnamed else "all arguments"
+    return f"{name} takes {takes} by name; did you mean {name}({written})?"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS and not text.startswith("<") else "..."
 
 
 def listed(names: Sequence[str]) -> str:

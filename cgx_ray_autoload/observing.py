@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 
@@ -68,8 +70,22 @@ def arm(folder: str) -> None:
         observe_with(guard, models)
 
     guarded = guard.wrapped(observe)
+    sys.excepthook = _without_signals(sys.excepthook)
     dist.init_process_group = _followed(dist.init_process_group, lambda *_: guarded())
     DistributedDataParallel.__init__ = _followed(DistributedDataParallel.__init__, guarded)  # type: ignore[method-assign]
+
+
+def _without_signals(show: Callable[..., object]) -> Callable[..., None]:
+    """Return the excepthook `show` without what ends torchrun when `cgx-ray why`, or Ctrl-C, ends it.
+
+    Its launcher imports torch too. It has logged the signal, and a traceback of its own code says nothing more.
+    """
+
+    def call(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if kind.__name__ != "SignalException" or not kind.__module__.startswith("torch.distributed.elastic."):
+            show(kind, error, trace)
+
+    return call
 
 
 def _followed(function: Callable[..., Any], then: Callable[..., None]) -> Callable[..., Any]:

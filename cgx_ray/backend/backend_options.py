@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from cgx_ray.errors import ConfigError
+from cgx_ray.errors import ConfigError, names_arguments
 from cgx_ray.plan import BUILT_IN, NONE, SMALL_LAYER_NUMEL, CodecSpec, Option, Scheme
 
 # Codecs without residuals: a process group sees tensors, not layers, so it has no names to keep residuals by.
@@ -63,6 +63,7 @@ class BackendOptions:
 _given: dict[str, Any] = {}
 
 
+@names_arguments
 def configure_backend(
     *, codec: CodecSpec | str | None = None, scheme: str | None = None, min_numel: int | None = None
 ) -> None:

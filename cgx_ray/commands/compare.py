@@ -72,7 +72,8 @@ def _speed_up(run: dict[str, Any]) -> str:
 
 
 _ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "steps after the first": _number("num_steps", "d"),
+    "steps that count": lambda run: f"{run['num_steps']}: {run['counted_steps']}",
+    "left out": lambda run: run["left_out_steps"] or "-",
     "time per step": _seconds("step_s", lambda run: "measured"),
     "a dense step": _seconds("dense_step_s", _known_by),
     "speed-up of the run": _speed_up,

@@ -16,8 +16,10 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.report.live_view import broken_note
 from cgx_ray.report.record import RunRecord, load_run
 from cgx_ray.report.run_facts import (
+    counted_steps,
     dense_of,
     last_loss,
+    left_out_steps,
     loss_note,
     mean_step_s,
     num_changes,
@@ -73,8 +75,12 @@ def report(
     plot_runs(records, plot, title=f"{folder.name}: {world_size(records[-1])} workers")
     write_page(html, folder.name, records, usd_per_hour=price)
     for record in records:
-        for note in (*broken_note(record.broken), *record.cut, *filter(None, [record.clipped]), *loss_note(record)):
+        name = f"{record.name}: " if len(records) > 1 else ""
+        clipped = [f"{name}{record.clipped}"] if record.clipped else []
+        for note in (*broken_note(record.broken), *record.cut, *clipped):
             print_line(console, note)
+    for note in loss_note(*records):
+        print_line(console, note)
     counts = [f"{f'{one.name}: ' if len(decided) > 1 else ''}{_decisions_of(one)}" for one in decided]
     print_line(console, f"{'; '.join(counts)}; picture: {plot}; report: {html}")
     if json_path is not None:
@@ -116,6 +122,8 @@ def describe_run(record: RunRecord, dense: RunRecord | None = None) -> dict[str,
         "plan": totals.plan if record.has_journal else None,
         "since_step": totals.since if record.has_journal else None,
         "num_steps": sum(span.num_steps for span in found),
+        "counted_steps": counted_steps(record),
+        "left_out_steps": left_out_steps(record),
         "step_s": step_s,
         "dense_step_s": step_s * speed_up if step_s is not None and speed_up is not None else None,
         "speed_up": speed_up,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -44,9 +45,8 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
     path>/<run name>, which needs no cluster. Waits for a run that has not begun, and for Ray to start.
     """
     console = console_for(None)
-    if run is not None and _is_path(run) and not Path(run).is_dir():
-        raise ConfigError(f"no such folder: {run}; give <storage path>/<run name>, or the name of a run on the cluster")
-    record = RunRecord(Path(run).resolve()) if run is not None and Path(run).is_dir() else None
+    folder = _folder_of(run, address) if run is not None else None
+    record = RunRecord(folder.resolve()) if folder is not None else None
     views = _views_of_record(record) if record is not None else _views_of_cluster(address, run, waits=not once)
     last: LiveView | None = None
     # Newest step that was seen: once the workers have gone, a view has none.
@@ -82,10 +82,32 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
             new.write_text(re.sub(r"@font-face \{[^}]*\}\s*", "", drawn))
 
 
-def _is_path(run: str) -> bool:
-    """Return whether `run` is meant as a folder: names of runs may have slashes too."""
-    path = Path(run)
-    return path.is_absolute() or (len(path.parts) > 1 and path.parent.is_dir())
+def _folder_of(run: str, address: str) -> Path | None:
+    """Return the folder that `run` is; None for the name of a run. Raises ConfigError for a path without a folder."""
+    try:
+        folder = Path(run).expanduser()
+    except RuntimeError as error:  # of ~somebody
+        raise ConfigError(f"{run}: {error}") from error
+    if folder.is_dir():
+        return folder
+    if not (os.sep in run or run.startswith((".", "~"))) or _is_running(run, address):
+        return None
+    missing = next(path for path in (*reversed(folder.parents), folder) if not path.is_dir())
+    why = f", as there is no {missing}" if missing != folder else ""
+    raise ConfigError(
+        f"no such folder: {folder}{why}; give <storage path>/<run name>, or the name of a run on the cluster"
+    )
+
+
+def _is_running(name: str, address: str) -> bool:
+    """Return whether the cluster at `address` has a run of this name: it may have slashes too, but starts with none."""
+    if name.startswith((os.sep, ".", "~")):
+        return False
+    try:
+        connect(address)
+    except ConfigError:
+        return False
+    return name in _running()
 
 
 def _views_of_record(record: RunRecord) -> Iterator[LiveView | None]:

@@ -26,7 +26,7 @@ from cgx_ray.planner.prediction import Measured
 logger = logging.getLogger(__name__)
 
 # Rises when `History` changes, so that a snapshot of another version is not misread.
-SNAPSHOT_FORMAT = 11
+SNAPSHOT_FORMAT = 12
 # Newest plans that are handed over. Ranks and leases refer to the last two or three.
 KEPT_PLANS = 8
 # Raised by a pickle that is cut or changed.

@@ -1,13 +1,14 @@
-"""Lines of the journal beside decisions and outcomes: start and end, silent ranks, faults."""
+"""Lines of the journal beside outcomes: start and end, decisions, silent ranks, faults; most are logged too."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from cgx_ray.control.history import Registration
-from cgx_ray.control.joined_steps import AWAITED_S
+from cgx_ray.control.joined_steps import AWAITED_S, JoinedStep
 from cgx_ray.control.journal.lines import (
     Journal,
     drift_entry,
@@ -18,6 +19,7 @@ from cgx_ray.control.journal.lines import (
     silence_entry,
     start_entry,
 )
+from cgx_ray.control.journal.sentences import decision_line
 from cgx_ray.control.policies.policy import Policy
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.errors import listed
@@ -51,7 +53,6 @@ class JournalEvents:
         self._named_silent: frozenset[int] = frozenset()
         # When the last sample of a step came; at first, when samples were first waited for.
         self._sampled_s: float | None = None
-        self._last_step = -1
         self._reported_s: dict[str, float] = {}
         self._is_quiet = False
         self.start_group()
@@ -60,8 +61,11 @@ class JournalEvents:
         """Begin with a new worker group."""
         self._is_started = False
         self._num_fault_lines = 0
+        self._last_step = -1
         self._policy_errors: set[type[Exception]] = set()
         self._weight_drift = 0.0
+        # Decisions whose plan no step has had yet, by its version, each with the codec that it times.
+        self._coming: dict[int, tuple[dict[str, Any], str | None]] = {}
         # Ranks that share memory on the node that has reported last.
         self._num_local = 1
 
@@ -85,6 +89,21 @@ class JournalEvents:
     def is_on_one_node(self, plan: Plan) -> bool:
         """Return whether all ranks of `plan` share memory."""
         return self._num_local == plan.world_size
+
+    def decision(self, entry: dict[str, Any], codec: str | None) -> None:
+        """Write a decision down. `codec`: timed by it. The log says it once, when its plan comes into force."""
+        self._journal.write(entry)
+        logger.debug("%s", decision_line(entry, codec))
+        if entry["kind"] != "keep":
+            self._coming[entry["new"]["version"]] = entry, codec
+
+    def plan_of(self, step: JoinedStep) -> None:
+        """Log the decision for the plan of `step` if that is the first step under it."""
+        if step.plan_version in self._coming:
+            first_step = step.step - step.num_steps + 1
+            logger.info("%s", decision_line(*self._coming[step.plan_version], first_step=first_step))
+        # Of those before it, a later one has taken the place.
+        self._coming = {version: one for version, one in self._coming.items() if version > step.plan_version}
 
     def silence(self, state: WorkerGroupState, time_s: float) -> None:
         """Write down which ranks are silent now, and log each rank the first time."""
@@ -155,4 +174,4 @@ class JournalEvents:
     def end(self, step: int | None, time_s: float) -> None:
         """Write the last line of a worker group, if it has a first one. `step`: the last one that was joined."""
         if self._is_started:
-            self._journal.write(end_entry(step=step, time_s=time_s))
+            self._journal.write(end_entry(step=step, newest_step=self._last_step, time_s=time_s))

@@ -51,9 +51,22 @@ class LiveState:
         self._latency_s[sample.node_id] = sample.latency_s
         self._loads[sample.node_id] = host.sent_bytes_per_s, host.received_bytes_per_s, host.neighbour_bytes_per_s
 
-    def fields(self, facts: LoopFacts, plan: Plan, journal: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the state as JSON values. `journal`: its newest lines."""
-        rate = facts.bandwidth
+    def fields(
+        self,
+        facts: LoopFacts,
+        plans: Sequence[Plan],
+        journal: Sequence[Mapping[str, Any]],
+        *,
+        is_on_one_node: bool = False,
+    ) -> dict[str, Any]:
+        """Return the state as JSON values.
+
+        plans           the newest ones
+        journal         its newest lines
+        is_on_one_node  all ranks share memory
+        """
+        rate, plan = facts.bandwidth, self._in_force(plans)
+        plan = plan.on_one_node() if is_on_one_node else plan
         return {
             "run": self._run_name,
             "world_size": plan.world_size,
@@ -70,6 +83,13 @@ class LiveState:
             "num_silent_nodes": len(facts.silent_nodes),
             "journal": [_short(line) for line in journal],
         }
+
+    def _in_force(self, plans: Sequence[Plan]) -> Plan:
+        """Return the plan of the newest step: the newest plan may be on its way to the ranks."""
+        newest = max(self._ranks.values(), key=lambda step: step.step, default=None)
+        known = {plan.lease.fallback.version: plan.lease.fallback for plan in plans if plan.lease is not None}
+        known |= {plan.version: plan for plan in plans}
+        return plans[-1] if newest is None else known.get(newest.plan_version, plans[-1])
 
     def _rank_fields(self, rank: int) -> dict[str, Any]:
         step = self._ranks[rank]

@@ -36,7 +36,6 @@ from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.journal.facts import CauseKind, LoopFacts
 from cgx_ray.control.journal.lines import Journal, MadeBy, decision_entry, outcome_entry, report_hint
 from cgx_ray.control.journal.progress import Progress
-from cgx_ray.control.journal.sentences import decision_line
 from cgx_ray.control.journal_events import JournalEvents
 from cgx_ray.control.learned.evidence import MAX_STEPS, Evidence, Verdict, verdict
 from cgx_ray.control.live_state import LiveState
@@ -211,6 +210,7 @@ class ControlLoop:
     def _add_step(self, state: WorkerGroupState, step: JoinedStep, at: _When) -> Decision | None:
         """Take a joined step; return the decision that it causes."""
         self._last_step = step.step
+        self._events.plan_of(step)
         is_current = state.add_step(step, at.now_s)
         self._progress.add_step(step, state.speed_up if is_current else None, at.now_s)
         if not is_current:
@@ -253,9 +253,9 @@ class ControlLoop:
         """Return what `cgx-ray top` shows, see `LiveState.fields`; None before the worker group has registered."""
         if not self.is_registered:
             return None
-        plan = self.plans[-1]
-        plan = plan.on_one_node() if self._events.is_on_one_node(plan) else plan
-        return self._live.fields(self.facts(), plan, list(self._journal.recent))
+        is_on_one_node = self._events.is_on_one_node(self.plans[-1])
+        newest, lines = self.plans[-KEPT_PLANS:], list(self._journal.recent)
+        return self._live.fields(self.facts(), newest, lines, is_on_one_node=is_on_one_node)
 
     def next_probe(self, node_id: str, now_s: float) -> str | None:
         """Return the node that `node_id` shall probe now; None if messages suffice or it is not its turn.
@@ -431,10 +431,8 @@ class ControlLoop:
             step=at.step,
             time_s=at.time_s,
         )
-        self._journal.write(entry)
         codec = state.measuring.codec if state.measuring is not None else None
-        level = logging.DEBUG if decision.kind == "keep" else logging.INFO
-        logger.log(level, "%s", decision_line(entry, codec.describe() if codec is not None else None))
+        self._events.decision(entry, codec.describe() if codec is not None else None)
         return decision
 
     def _leased(self, state: WorkerGroupState, decision: Decision, at: _When) -> Plan:

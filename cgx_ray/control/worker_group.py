@@ -75,13 +75,15 @@ class WorkerGroupState:
         """
         self.layers = registration.layers
         self._fixed = tuple(group for group in groups_of(plan, self.layers) if group.is_fixed)
-        self.steps = StepsBesidePredictions(self.layers, plan, registration.dense_plan, registration.codec_costs)
+        self.network, self.links = KnownNetwork(), RecentLinks()
+        self.steps = StepsBesidePredictions(
+            self.layers, plan, registration.dense_plan, registration.codec_costs, self.network
+        )
         self.measuring: MeasuringSteps | None = None
         self.failed: str | None = None
         self.decided: Measured | None = None
         self.pending: PendingOutcome | None = None
         self.bans, self.counts, self.loss = Bans(), DecisionCounts(), LossTrend()
-        self.network, self.links = KnownNetwork(), RecentLinks()
         known = learned.measured.gain if learned is not None else {}
         self.gains = KnownGains(plan, gain_ratios, known, is_cautious=policy.is_guarded)
         self._codec = policy.codec_by_layer
@@ -310,10 +312,7 @@ class WorkerGroupState:
             return f"link changes every {self.links.dwell_s:.0f} s" if self._follows_link else None
         if not self._follows_link:
             return "link is steady again"
-        now = measured.network.between
-        if not self.network.is_known and self.network.num_changes == self._num_changes:
-            # Guesses of the bandwidth scatter.
-            now = replace(now, beta_s_per_byte=decided.beta_s_per_byte)
+        now = self.network.unless_guessed(measured.network.between, decided, self._num_changes)
         cause = network_cause(decided, now)
         if cause is not None:
             self.steps.network_changed(measured, now_s, has_steps=self.measured() is not None)
@@ -437,7 +436,7 @@ class WorkerGroupState:
             measured_step_s=median(step.step_s for step in self._recent) if self._recent else None,
             predicted_dense_step_s=self._predicted_dense_s,
             dense_step_s=self.steps.dense_s(measured) if measured is not None else None,
-            is_dense_measured=measured is not None and self.steps.baseline.is_of(measured.network.between),
+            is_dense_measured=measured is not None and self.steps.is_dense_measured(measured),
             speed_up=self.speed_up,
             prediction_error=self._prediction_error,
             plan_version=self.plan.version,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from cgx_ray.errors import ConfigError
+from cgx_ray.errors import ConfigError, names_arguments
 
 if TYPE_CHECKING:
     from cgx_ray.plan.codec_spec import CodecSpec
@@ -18,6 +18,7 @@ _FIRST_OTHER_ID = 128
 _TIMES = ("encode_a_s", "encode_b_s_per_element", "decode_a_s", "decode_b_s_per_element")
 
 
+@names_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
     """A parameter of a codec. Its values are of the type of its default.
@@ -75,6 +76,7 @@ def _no_problem(spec: CodecSpec) -> str | None:
     return None
 
 
+@names_arguments
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CodecRecord:
     """A codec: its parameters, wire bytes, what it may ride on, and what the planner assumes of it.

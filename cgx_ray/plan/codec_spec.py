@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
-from cgx_ray.errors import ConfigError, nearest
+from cgx_ray.errors import ConfigError, names_arguments, nearest
 from cgx_ray.plan.built_in import COUNT_BYTES, packed_index_bytes
 from cgx_ray.plan.codec_record import CodecRecord, Parameter
 from cgx_ray.plan.codec_registry import record_of
@@ -39,6 +39,7 @@ class _Value(Generic[_T]):
         return value
 
 
+@names_arguments
 @dataclass(frozen=True, slots=True, init=False)
 class CodecSpec:
     """Codec with its parameters: `CodecSpec(name="qsgd", bits=4)`. Parameters that it does not take are None.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeVar
 
-from cgx_ray.errors import ConfigError
+from cgx_ray.errors import ConfigError, names_arguments
 from cgx_ray.plan.built_in import BUILT_IN
 from cgx_ray.plan.codec_record import CodecRecord
 from cgx_ray.plan.codec_spec import CodecSpec
@@ -94,6 +94,7 @@ _ON_HOST = " on cpu"
 _Word = TypeVar("_Word", bound=StrEnum)
 
 
+@names_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """Codec, the scheme that carries it, the work inside nodes, and the device of the codec.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar
 
-from cgx_ray.errors import CGXError, ConfigError, PlanError, unknown
+from cgx_ray.errors import CGXError, ConfigError, PlanError, names_arguments, unknown
 from cgx_ray.plan.codec_spec import CodecSpec
 from cgx_ray.plan.option import (
     DENSE,
@@ -45,6 +45,7 @@ MAX_INDEXED_NUMEL = 2**31 - 1
 T = TypeVar("T")
 
 
+@names_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """One named parameter as the planner sees it. `num_rows`: number of rows if the parameter is a matrix."""
@@ -72,6 +73,7 @@ class Layer:
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
 
+@names_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlan:
     """Layers that are encoded and sent together, and how.
@@ -88,6 +90,7 @@ class GroupPlan:
             raise PlanError("a group needs at least one layer")
 
 
+@names_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
     """End of a plan on trial: after step `last_step` all ranks return to `fallback` by themselves.
@@ -99,6 +102,7 @@ class Lease:
     fallback: Plan
 
 
+@names_arguments
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan:
     """All groups of one model and their options. A later plan has a higher version.
@@ -276,6 +280,7 @@ Given = (
 )
 
 
+@names_arguments
 def make_plan(
     layers: Sequence[Layer],
     *,

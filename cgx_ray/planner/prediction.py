@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple, get_args
 
-from cgx_ray.errors import ConfigError
+from cgx_ray.errors import ConfigError, names_arguments
 from cgx_ray.plan import (
     DEFAULT_GROUP_BYTES,
     DENSE,
@@ -40,6 +40,7 @@ ROUNDING = 5e-4
 _SAMPLE_NUMEL = 1 << 20
 
 
+@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """Measurements that a plan depends on.
@@ -217,6 +218,7 @@ class Measured:
         )
 
 
+@names_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """Predicted step with given groups. With a period of more than 1, the mean step of a round.

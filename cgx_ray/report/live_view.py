@@ -79,15 +79,18 @@ class LiveView:
 def view_of_record(record: RunRecord, *, num_steps: int | None = None, links: Sequence[str] = ()) -> LiveView:
     """Return the view of a run's files. `links`: lines to show instead of the controller's last estimate."""
     last_step = record.steps[-1] if record.steps else None
+    # A run without the history of the one before numbers its plans anew.
+    own = [line for line in record.decisions if not record.starts or line["time"] >= record.starts[-1]["time"]]
     ranks: tuple[RankLine, ...]
     lines = [*record.progress, *record.decisions]
     newest = max(lines, key=lambda line: line["time"]) if lines else None
     if last_step is not None:
         plan: str | None = last_step.plan
+        version = last_step.plan_version
         ranks = (RankLine(name="rank 0", node="", step_s=last_step.step_s, parts=_step_parts(last_step)),)
         step: int | None = last_step.step
     else:
-        plan = (plan_in_force(record) or {}).get("plan")
+        plan, version = (plan_in_force(record) or {}).get("plan"), _version_in_force(record)
         ranks = tuple(_progress_line(line) for line in record.progress[-1:])
         step = newest["step"] if newest is not None else None
     return LiveView(
@@ -96,7 +99,7 @@ def view_of_record(record: RunRecord, *, num_steps: int | None = None, links: Se
         step=step,
         num_steps=num_steps,
         loss=last_step.loss if last_step is not None else _reported_loss(record),
-        plan=plan,
+        plan=plan and plan + _next_plan(own, version),
         ranks=ranks,
         speed=_speed(record.progress, record.progress[-1].get("speed_up") if record.progress else None),
         elapsed_s=max((line["time"] for line in lines), default=record.start_time) - record.start_time
@@ -112,7 +115,7 @@ def view_of_controller(found: Mapping[str, Any]) -> LiveView:
     """Return the view of what the controller answers (`control.live_state`)."""
     journal = found["journal"]
     by_event = {event: [line for line in journal if line["event"] == event] for event in _SHOWN_EVENTS}
-    trial = " (on trial)" if found["plan"]["is_on_trial"] else ""
+    version, trial = found["plan"]["version"], " (on trial)" if found["plan"]["is_on_trial"] else ""
     slow = set(found["slow_ranks"])
     notes = [f"rank {rank} computes much longer than the others" for rank in sorted(slow)]
     notes += [
@@ -128,7 +131,7 @@ def view_of_controller(found: Mapping[str, Any]) -> LiveView:
         name=found["run"],
         is_running=True,
         step=max((rank["step"] for rank in found["ranks"]), default=None),
-        plan=f"{found['plan']['text']}{trial}, version {found['plan']['version']}",
+        plan=f"{found['plan']['text']}{trial}, version {version}{_next_plan(by_event['decision'], version)}",
         ranks=tuple(
             RankLine(
                 name=f"rank {rank['rank']}",
@@ -146,6 +149,15 @@ def view_of_controller(found: Mapping[str, Any]) -> LiveView:
         decisions=decision_lines(by_event["decision"], by_event["outcome"])[-SHOWN_DECISIONS:],
         notes=tuple(notes),
     )
+
+
+def _next_plan(decisions: Sequence[Mapping[str, Any]], version: int | None) -> str:
+    """Return in words the plan that was decided last, while ranks have `version` and not yet that plan; else ""."""
+    line = next((line for line in reversed(decisions) if line["kind"] != "keep"), None)
+    if line is None or version is None or line["new"].get("version", -1) <= version:
+        return ""
+    old, new = line["old"]["plan"], line["new"]["plan"]
+    return f"; next {new if new != old else f'other groups of {new}'}, decided at step {line['step']}"
 
 
 def drift_note(drifts: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -224,6 +236,16 @@ def plan_in_force(record: RunRecord) -> Mapping[str, Any] | None:
         return plan_under(last["version"], {plan["version"]: plan for plan in plans_of(record)})
     plan: Mapping[str, Any] = last["plan" if last["event"] == "start" else "new"]
     return plan
+
+
+def _version_in_force(record: RunRecord) -> int | None:
+    """Return the version of the newest steps, as far as the journal shows it."""
+    lines = [*record.starts, *record.progress]
+    if not lines:
+        return None
+    last = max(lines, key=lambda line: line["time"])
+    version: int | None = last["version"] if last["event"] == "progress" else last["plan"].get("version")
+    return version
 
 
 def plans_of(record: RunRecord) -> list[Mapping[str, Any]]:

@@ -84,6 +84,8 @@ class RunRecord:
     network   links at the start, and each change
     end       validation_loss, weights_identical and weights_sha256, once training is over
     is_ended  the journal's last worker group has ended
+    newest_step
+              last one that any rank has reported, None until the end and in older journals
     broken    lines that were skipped, in words: a full disk or a killed process leaves half a line
     """
 
@@ -99,6 +101,7 @@ class RunRecord:
         self.faults: list[dict[str, Any]] = []
         self.drifts: list[dict[str, Any]] = []
         self.is_ended = False
+        self.newest_step: int | None = None
         self.broken: list[str] = []
         self.network: list[LinkEvent] = []
         self.end: dict[str, Any] | None = None
@@ -191,6 +194,7 @@ class RunRecord:
             "drift": self.drifts,
         }
         self.is_ended = entry["event"] == "end"
+        self.newest_step = entry.get("newest_step")
         if entry["event"] in lists:
             lists[entry["event"]].append(entry)
         if entry["event"] == "start" and entry["format"] > JOURNAL_FORMAT:

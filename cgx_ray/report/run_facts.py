@@ -17,6 +17,8 @@ LARGE_ERROR = 0.2
 MOSTLY_COMPUTE = 0.85
 # Share of the time between steps from which it is the first thing to shorten.
 MUCH_BETWEEN = 0.3
+# Ranges of steps that are named: a restart begins another one.
+_SHOWN_RANGES = 3
 _PARTS = ("compute_s", "encode_s", "exchange_s", "decode_s")
 
 
@@ -122,6 +124,36 @@ def mean_step_s(found: Sequence[StepSpan]) -> float | None:
     return sum(len(ten) * median(span.step_s for span in ten) for ten in tens) / total
 
 
+def counted_steps(record: RunRecord) -> str:
+    """Return in words which steps the run's times and its speed-up are of: those of `spans`."""
+    found = spans(record)
+    ranges: list[list[int]] = []
+    for span in found:
+        first = span.step - span.num_steps + 1
+        if ranges and ranges[-1][1] + 1 == first:
+            ranges[-1][1] = span.step
+        else:
+            ranges.append([first, span.step])
+    which = ", ".join(_steps_of(first, last) for first, last in ranges[:_SHOWN_RANGES])
+    return f"{which}{', ...' if len(ranges) > _SHOWN_RANGES else ''}"
+
+
+def left_out_steps(record: RunRecord) -> str:
+    """Return in words which steps of the run are in no mean, and why; empty if none is known to be missing."""
+    found = spans(record)
+    if not found:
+        return ""
+    first, last = found[0].step - found[0].num_steps, found[-1].step
+    left_out = [f"{_steps_of(0, first)} (start-up)"] if first >= 0 else []
+    if record.newest_step is not None and record.newest_step > last:
+        left_out.append(f"{_steps_of(last + 1, record.newest_step)} (not reported by all ranks before the end)")
+    return ", ".join(left_out)
+
+
+def _steps_of(first: int, last: int) -> str:
+    return f"{first} to {last}" if last > first else str(first)
+
+
 def between_share(found: Sequence[StepSpan]) -> float:
     """Return the share of the time that passed between steps, in evaluations, checkpoints, reports and the like."""
     between_s = sum(span.num_steps * span.between_s for span in found)
@@ -218,8 +250,11 @@ def last_loss(record: RunRecord) -> float | None:
 
 def loss_note(*records: RunRecord) -> tuple[str, ...]:
     """Return a line on how to report the loss, if one of the runs has none."""
-    is_known = all(last_loss(record) is not None for record in records)
-    return () if is_known else ("no loss was reported; attachment.observe(loss=loss) in the training loop reports it",)
+    names = [record.name for record in records if last_loss(record) is None]
+    if not names:
+        return ()
+    of_runs = f"of {' and '.join(names)} " if len(records) > 1 else ""
+    return (f"{of_runs}no loss was reported; attachment.observe(loss=loss) in the training loop reports it",)
 
 
 def duration_s(record: RunRecord) -> float:

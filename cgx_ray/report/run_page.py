@@ -14,8 +14,10 @@ from cgx_ray.report.record import RunRecord
 from cgx_ray.report.run_facts import (
     SpeedUp,
     between_share,
+    counted_steps,
     dense_of,
     duration_s,
+    left_out_steps,
     loss_note,
     mean_parts,
     mean_step_s,
@@ -138,9 +140,13 @@ def _what_and_where(record: RunRecord) -> str:
         texts.append(f"A training with {format_count(ranks, 'rank')}.")
     found = spans(record)
     begin = datetime.fromtimestamp(record.start_time, UTC)
-    num_steps = sum(span.num_steps for span in found)
     texts.append(f"It began on {begin:%Y-%m-%d %H:%M:%S} UTC and took {format_seconds(duration_s(record))}")
-    texts[-1] += f" for {num_steps} steps after the first." if num_steps else "."
+    if found:
+        left_out = left_out_steps(record)
+        num_steps = format_count(sum(span.num_steps for span in found), "step")
+        texts[-1] += f". Means are over {num_steps}, {counted_steps(record)}"
+        texts[-1] += f"; left out: {left_out}" if left_out else ""
+    texts[-1] += "."
     return " ".join(texts)
 
 

@@ -25,7 +25,7 @@ from cgx_ray.control.policies.policy import Policy, Static
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.loss_scale import Scaler
 from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
-from cgx_ray.errors import CGXError, ConfigError, unknown
+from cgx_ray.errors import CGXError, ConfigError, names_arguments, unknown
 from cgx_ray.logs import show_lines
 from cgx_ray.plan import CodecSpec, Plan, Scheme
 from cgx_ray.session import ddp
@@ -55,6 +55,7 @@ _OF_PLANS = ("overrides", "exclude", "group_bytes")
 EngineMaker = Callable[..., tuple[Engine | ShardedEngine, Callable[[], None]]]
 
 
+@names_arguments
 def attach(
     model: nn.Module,
     *,

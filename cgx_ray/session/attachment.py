@@ -23,7 +23,7 @@ from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
 from cgx_ray.engine.step_sample import Span
 from cgx_ray.engine.step_trace import StepTrace
 from cgx_ray.engine.thread import CLOSE_S
-from cgx_ray.errors import ConfigError, PlanError
+from cgx_ray.errors import ConfigError, PlanError, names_arguments
 from cgx_ray.monitors.endpoint import Endpoint
 from cgx_ray.monitors.sample import Fault, StepSample
 from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Layer, Plan, Scheme
@@ -166,12 +166,12 @@ class Attachment:
         if self._engine is not None:
             self._engine.hold(plan)
 
+    @names_arguments
     def observe(self, *, loss: SupportsFloat | None = None, lr: SupportsFloat | None = None) -> None:
         """Report the loss and the learning rate of this rank's step, once per step, to an adaptive run. Optional.
 
         The controller takes the mean loss over ranks (`control.gains.loss_trend`). A plan under which it gets worse is
-        left for one that keeps more. After a learning rate changes by 2x, only options that keep 95 % are taken up for
-        a while.
+        left for one that keeps more. After a learning rate changes by 2x, only options that keep 95 % are taken up.
 
         loss, lr  real numbers, NumPy's as well, or tensors or arrays with one element; a tensor on a GPU is copied
                   without waiting for it

@@ -12,7 +12,8 @@ from cgx_ray.why.step_parts import LateRank, StepParts
 
 # Share of the time that a hypervisor gives to others, and that a container's limit stops it.
 _STOLEN, _THROTTLED = 0.03, 0.03
-_INPUT_REMEDY = "`DataLoader(num_workers=8, persistent_workers=True, prefetch_factor=4)`; less work between two steps"
+_LOADER_REMEDY = "`DataLoader(num_workers=8, persistent_workers=True, prefetch_factor=4)`; less work between two steps"
+_SCRIPT_REMEDY = "less work between two steps, or a process or thread that makes the next batch meanwhile"
 
 
 def rank_costs(records: Sequence[RankRecord], parts: StepParts) -> Iterator[StepCost]:
@@ -46,7 +47,7 @@ def _late_cost(records: Sequence[RankRecord], parts: StepParts, late: LateRank) 
             phrase=f"the input of {who}",
             evidence=f"last in {late.share:.0%} of the steps: {format_seconds(bar.input_s)} before forward, others "
             f"{format_seconds(usual_s)}",
-            remedy=_INPUT_REMEDY,
+            remedy=_input_remedy(records),
             saves_s=late.cost_s,
         )
     usual_s = median(one.compute_s + one.rest_s for one in others)
@@ -96,14 +97,19 @@ def _is_slowed(gpu: str) -> bool:
     return reasons.startswith("0x") and bool(int(reasons, 16) & 0xEC)
 
 
-def input_costs(parts: StepParts) -> Iterator[StepCost]:
+def _input_remedy(records: Sequence[RankRecord]) -> str:
+    return _LOADER_REMEDY if any(record.has_loader for record in records) else _SCRIPT_REMEDY
+
+
+def input_costs(records: Sequence[RankRecord], parts: StepParts) -> Iterator[StepCost]:
+    remedy = _input_remedy(records)
     yield StepCost(
         bound=Bound.INPUT,
         seconds=parts.input_s,
         who="all ranks",
         phrase="input before each forward pass",
         evidence="on every rank that time passes between the optimizer's step and the next forward pass",
-        remedy=_INPUT_REMEDY,
+        remedy=remedy,
         saves_s=parts.input_s,
     )
     yield StepCost(
@@ -112,6 +118,6 @@ def input_costs(parts: StepParts) -> Iterator[StepCost]:
         who="ranks in turns",
         phrase="the input of ranks in turns",
         evidence="before forward ranks take longer in turns, now one and now another one, and the others wait for it",
-        remedy=_INPUT_REMEDY,
+        remedy=remedy,
         saves_s=parts.uneven_input_s,
     )

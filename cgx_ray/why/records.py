@@ -172,6 +172,7 @@ class RankRecord:
     device         type of the model's device; "" without a model
     gpu            UUID of that device, as nvidia-smi has it; "" if it is no GPU
     num_models     DDP models that were built; 0: steps are unknown
+    has_loader     the process has a DataLoader when steps begin to count
     num_warm       steps before those in `steps`
     steps          in order, the same ones on all ranks
     seen_s         seconds over which connections, cards and processors were measured
@@ -191,6 +192,7 @@ class RankRecord:
     device: str = ""
     gpu: str = ""
     num_models: int = 0
+    has_loader: bool = False
     num_warm: int = 0
     steps: tuple[StepTimes, ...] = ()
     num_exchanges: float = 1.0

@@ -11,10 +11,10 @@ from cgx_ray.report.run_pictures import Picture
 from cgx_ray.report.show import new_table, print_line
 from cgx_ray.report.style import BLUE, DENSE_COLOR, GREY, ORANGE, SKY, YELLOW, clean, label, new_figure
 from cgx_ray.report.svg import WIDTH, page_style
-from cgx_ray.units import format_measured_rate, format_seconds
+from cgx_ray.units import format_count, format_measured_rate, format_seconds
 from cgx_ray.why.advice import describe_enough
 from cgx_ray.why.paths import Path
-from cgx_ray.why.step_parts import RankBar, StepParts
+from cgx_ray.why.step_parts import PAUSE, RankBar, StepParts
 from cgx_ray.why.verdict import StepVerdict
 
 # Parts of a bar in the order of time: name, field, letter in a terminal, colour.
@@ -66,6 +66,7 @@ def verdict_page(command: str, verdict: StepVerdict, notes: Sequence[str]) -> st
                     ("input", format_seconds(parts.input_s)),
                     ("ranks", str(len(parts.bars))),
                     ("steps observed", str(parts.num_steps)),
+                    *([("left out, pauses", str(parts.num_pauses))] if parts.num_pauses else []),
                 ]
             )
         )
@@ -123,7 +124,7 @@ def _spoken(bar: RankBar) -> str:
 def _show_bars(console: Console, parts: StepParts) -> None:
     # A rank that waits the least is the one that others wait for.
     bars = sorted(parts.bars, key=lambda bar: bar.waiting_s)[:_SHOWN_RANKS]
-    table = new_table(None, "rank", "node", "mean step", "", num_left=3)
+    table = new_table(None, "rank", "node", f"mean of {format_count(parts.num_steps, 'step')}", "", num_left=3)
     for bar in sorted(bars, key=lambda bar: bar.rank):
         seconds = [getattr(bar, field) for _, field, *_ in _PARTS]
         scale = _BAR / max(parts.step_s, sum(seconds), 1e-9)
@@ -131,6 +132,12 @@ def _show_bars(console: Console, parts: StepParts) -> None:
         table.add_row(str(bar.rank), bar.node, drawn, format_seconds(sum(seconds)))
     console.print(table)
     print_line(console, "  " + ", ".join(f"{letter} {name}" for name, _, letter, _ in _PARTS), style="dim")
+    if parts.num_pauses:
+        print_line(console, f"  left out: {_pauses(parts)}", style="dim")
+
+
+def _pauses(parts: StepParts) -> str:
+    return f"{format_count(parts.num_pauses, 'step')} that took over {PAUSE:g}x as long as usual"
 
 
 def _nodes(paths: Sequence[Path]) -> list[str]:

@@ -16,7 +16,7 @@ from cgx_ray.why.records import RankRecord, StepTimes
 
 # Steps this many times as long as the median one are left out, unless they are more than this share and more than
 # one: before them the script saved or evaluated.
-_PAUSE, _RARE = 5.0, 0.04
+PAUSE, _RARE = 5.0, 0.04
 # Share of the steps in which one rank must come last to be the one that others wait for.
 _OFTEN = 0.7
 
@@ -63,6 +63,7 @@ class LateRank(NamedTuple):
 class StepParts:
     """The mean step of all ranks.
 
+    step_s     of the rank whose mean step is the longest; they differ by little, as ranks wait for each other
     bars       of each rank, in order
     network_s  of the exchange after backward, as in `RankBar`
     input_s    what every rank waits before the forward pass
@@ -71,6 +72,7 @@ class StepParts:
     uneven_input_s
                of this, what the last rank's input takes longer than the others'
     num_steps  that count
+    num_pauses left out, as they took several times as long as usual
     """
 
     step_s: float
@@ -81,6 +83,7 @@ class StepParts:
     uneven_s: float
     uneven_input_s: float
     num_steps: int
+    num_pauses: int
 
     @property
     def compute_s(self) -> float:
@@ -95,7 +98,7 @@ def parts_of(records: Sequence[RankRecord]) -> StepParts | None:
     if not steps:
         return None
     usual_s = median(_longest(step) for step in steps)
-    kept = [step for step in steps if _longest(step) <= _PAUSE * usual_s]
+    kept = [step for step in steps if _longest(step) <= PAUSE * usual_s]
     if len(steps) - len(kept) > max(1, _RARE * len(steps)):
         kept = steps  # loaders that come in bursts, say: part of every training
     network = [min(one.exposed_s for one in step) for step in kept]
@@ -105,7 +108,7 @@ def parts_of(records: Sequence[RankRecord]) -> StepParts | None:
     ]
     late, uneven_s, uneven_input_s = _late(kept, bars)
     return StepParts(
-        step_s=fmean(_longest(step) for step in kept),
+        step_s=max(fmean(one.step_s for one in own) for own in zip(*kept, strict=True)),
         bars=tuple(bars),
         network_s=fmean(network),
         input_s=fmean(min(one.input_s for one in step) for step in kept),
@@ -113,6 +116,7 @@ def parts_of(records: Sequence[RankRecord]) -> StepParts | None:
         uneven_s=uneven_s,
         uneven_input_s=uneven_input_s,
         num_steps=len(kept),
+        num_pauses=len(steps) - len(kept),
     )
 
 

@@ -61,7 +61,7 @@ def verdict_of(records: Sequence[RankRecord]) -> StepVerdict:
     parts = parts_of(records)
     if parts is None:
         return _without_steps(records, paths)
-    found = [*network_costs(records, parts, paths), *rank_costs(records, parts), *input_costs(parts)]
+    found = [*network_costs(records, parts, paths), *rank_costs(records, parts), *input_costs(records, parts)]
     costs = sorted(
         (cost for cost in found if cost.seconds >= _LEAST_SHARE * parts.step_s), key=lambda cost: -cost.seconds
     )

@@ -331,7 +331,7 @@ def test_top_the_report_and_the_metrics_have_the_same_speed_up(tmp_path: Path) -
     assert newest == pytest.approx(facts.speed_up) == pytest.approx(2.7 / 0.62, rel=0.02)
     assert gained.ratio == pytest.approx(newest, rel=0.05)
     assert view_of_record(record).speed == f"newest steps {newest:.2f}x as fast as dense, 97% of the time between steps"
-    found = LiveState("run", []).fields(run.loop.facts(), run.loop.plans[-1], record.progress)
+    found = LiveState("run", []).fields(run.loop.facts(), run.loop.plans, record.progress)
     assert view_of_controller(found).speed == view_of_record(record).speed
 
 

@@ -42,7 +42,7 @@ def asked(run: FakeTraining, tmp_path: Path, name: str = "my run") -> dict[str, 
         latency_s = {"other": 2e-4}
         live.add_sample(NodeSample(node_id=f"node{rank}", time_s=1.0, steps=steps, latency_s=latency_s, host=LOAD))
     journal = [json.loads(line) for line in (tmp_path / "decisions.jsonl").read_text().splitlines()]
-    found: dict[str, Any] = json.loads(json.dumps(live.fields(run.loop.facts(), run.loop.plans[-1], journal[-20:])))
+    found: dict[str, Any] = json.loads(json.dumps(live.fields(run.loop.facts(), run.loop.plans, journal[-20:])))
     return found
 
 
@@ -69,6 +69,23 @@ def test_the_view_of_a_controller_shows_ranks_links_plan_and_decisions_in_80_col
     assert "qsgd 4-bit over sra, version" in text
     assert "dense -> qsgd 4-bit over sra: first measurements" in text
     assert "predicted 620 ms per step, measured 62" in text
+
+
+def test_a_plan_that_ranks_do_not_have_yet_is_shown_as_the_next_one(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.gbps, run.lag = 0.1, 20
+    run.run(15)
+    coming = "; next qsgd 4-bit over sra, decided at step 3"
+    assert view_of_controller(asked(run, tmp_path)).plan == f"dense, version 0{coming}"
+    assert view_of_record(load_run(tmp_path)).plan == f"dense{coming}"
+    run.run(20)
+    assert view_of_controller(asked(run, tmp_path)).plan == "qsgd 4-bit over sra (on trial), version 1"
+    assert view_of_record(load_run(tmp_path)).plan == "qsgd 4-bit over sra"
+    # Its plans have numbers of their own.
+    again = start(tmp_path)
+    again.clock = lambda step: 1000.0 + step
+    again.run(1)
+    assert view_of_record(load_run(tmp_path)).plan == "dense"
 
 
 def test_a_name_from_a_user_steers_no_terminal_and_is_no_markup(tmp_path: Path) -> None:
@@ -223,11 +240,24 @@ def test_a_folder_that_is_missing_or_holds_no_run_is_one_clear_error(
     for folder, says in (
         (tmp_path / "missing", "no such folder: "),
         (f"{tmp_path.name}/missing", "no such folder: "),
+        (tmp_path / "no" / "run", f", as there is no {tmp_path / 'no'}; "),
+        ("no/run", "no such folder: no/run, as there is no no; "),
+        ("./missing", "no such folder: missing; "),
+        ("~/no-such-runs/run", "/no-such-runs; give "),
+        ("~nobody-of-this-name/run", "~nobody-of-this-name"),
         (tmp_path, "has no decisions.jsonl with a plan"),
     ):
         done = CliRunner().invoke(main, ["top", str(folder), "--once"])
         assert done.exit_code == 2
         assert says in done.output.replace("\n", " ")
+
+
+def test_a_name_with_a_slash_is_that_of_a_run_if_the_cluster_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top, "connect", lambda address: None)
+    monkeypatch.setattr(top, "_running", lambda: {"team/run": "team/run/1"})
+    assert top._folder_of("team/run", "auto") is None
+    with pytest.raises(ConfigError, match="no such folder: team/other, as there is no team;"):
+        top._folder_of("team/other", "auto")
 
 
 def test_the_name_of_an_actor_tells_its_run_and_is_new_each_time() -> None:

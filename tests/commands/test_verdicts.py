@@ -97,7 +97,7 @@ def test_a_plan_counts_from_its_first_step_on(tmp_path: Path) -> None:
     run.run(12)
     decided = load_run(tmp_path).decisions[0]
     assert (decided["new"]["plan"], decided["step"]) == (QSGD, 3)
-    assert view_of_record(load_run(tmp_path)).plan == "dense"
+    assert view_of_record(load_run(tmp_path)).plan == f"dense; next {QSGD}, decided at step 3"
     run.run(40)
     run.loop.end(1e3)
     first, _, found = report(tmp_path)
@@ -149,6 +149,31 @@ def test_the_page_is_opened_if_asked_for(tmp_path: Path, monkeypatch: pytest.Mon
     assert opened == [(tmp_path / "report.html").as_uri()]
 
 
+def test_the_steps_of_a_mean_and_those_left_out_are_named(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.run(20)
+    # Rank 0 has reported two steps more than the others when the run ends.
+    run.silent = {1, 2, 3}
+    run.run(2)
+    run.loop.end(100.0)
+    _, _, told = report(tmp_path)
+    assert (told["num_steps"], told["counted_steps"]) == (19, "2 to 20")
+    left_out = "0 to 1 (start-up), 21 to 22 (not reported by all ranks before the end)"
+    assert told["left_out_steps"] == left_out
+    said = " ".join(invoke("compare", tmp_path, tmp_path).split())
+    assert "steps that count 19: 2 to 20 19: 2 to 20" in said
+    assert "0 to 1 (start-up)" in said
+    assert f"Means are over 19 steps, 2 to 20; left out: {left_out}." in (tmp_path / "report.html").read_text()
+
+
+def test_runs_without_a_loss_are_named_once(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        train(tmp_path / name, 0.1)
+    end = "; attachment.observe(loss=loss) in the training loop reports it"
+    assert f"of one and other no loss was reported{end}" in invoke("report", tmp_path).replace("\n", " ")
+    assert f"\nno loss was reported{end}" in invoke("report", tmp_path / "one")
+
+
 def test_two_runs_are_compared_side_by_side(tmp_path: Path) -> None:
     one, other = keep(tmp_path / "dense_run", "none"), keep(tmp_path / "quantized", "qsgd")
     path = tmp_path / "compared.json"
@@ -163,7 +188,9 @@ def test_two_runs_are_compared_side_by_side(tmp_path: Path) -> None:
     assert rows["speed-up of the run"].split()[-2:] == ["1.00x", "-"]
     for row in ("time per step", "loss at the end", "expected loss over dense's", "plan at the end"):
         assert row in said
-    assert said.splitlines()[-1].startswith("no loss was reported; attachment.observe(loss=loss) ")
+    assert said.splitlines()[-1].startswith(
+        "of dense_run and quantized no loss was reported; attachment.observe(loss=loss) "
+    )
     done = CliRunner().invoke(main, ["compare", str(one), str(tmp_path / "nothing")])
     assert done.exit_code == 2
 

@@ -11,6 +11,7 @@ from support.control_runs import COSTS, LAYERS, WORLD, start
 from cgx_ray.control.learned.evidence import MAX_STEPS, Evidence
 from cgx_ray.control.learned.learned_errors import LearnedErrors
 from cgx_ray.control.learned.measured import is_dense
+from cgx_ray.control.network.known_network import KnownNetwork
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.policy import PlannerInput, Situation
 from cgx_ray.control.trial.outcome import PairedStep
@@ -70,7 +71,7 @@ def test_dense_is_ddps_plan_on_a_link_that_goes_back_and_forth() -> None:
 
 def test_comparisons_without_a_verdict_become_rarer() -> None:
     compressed = make_plan(LAYERS, version=1, world_size=WORLD, codec="bf16", scheme=Scheme.SRA)
-    steps = StepsBesidePredictions(LAYERS, compressed, ddp_plan(), COSTS)
+    steps = StepsBesidePredictions(LAYERS, compressed, ddp_plan(), COSTS, KnownNetwork())
     now, unsure = measured(1.0), Evidence(0.0, 0.25)
     steps.record.window.extend([PairedStep(1.0, 0.5, 0.0, 0.0, 0.0)] * MAX_STEPS)
     steps.record.num_steps = MAX_STEPS

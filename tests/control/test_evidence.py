@@ -46,11 +46,11 @@ def test_dense_is_less_known_on_another_network_and_least_before_any_dense_step(
     baseline = DenseBaseline()
     assert baseline.on(LINK).error == math.log(NOISE)
     for log_ratio in noisy(1.2, 0.02, 20):
-        baseline.add_step(log_ratio, LINK)
+        baseline.add_step(log_ratio, LINK, 0)
     here, there = baseline.on(LINK), baseline.on(SLOWER_LINK)
     assert here.mean == there.mean == pytest.approx(math.log(1.2), abs=0.02)
     assert there.error == pytest.approx(math.hypot(here.error, math.log(NOISE)))
-    baseline.add_step(0.0, SLOWER_LINK)
+    baseline.add_step(0.0, SLOWER_LINK, 1)
     assert (baseline.num_steps, baseline.on(SLOWER_LINK).mean) == (1, 0.0)
 
 

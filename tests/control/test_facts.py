@@ -44,6 +44,26 @@ def test_facts_are_known_at_every_step_also_between_a_decision_and_its_first_ste
     assert all(one.report_age_s == {"node": 0.0} for one in facts)
 
 
+@pytest.mark.parametrize("guess_gbps", [0.1, 0.4])
+def test_a_dense_step_counts_as_measured_while_only_a_guess_says_that_the_link_has_changed(
+    guess_gbps: float, tmp_path: Path
+) -> None:
+    run = start(tmp_path)
+    # Exchanges on the mesh are a guess. Those of qsgd are shorter, and look slower or faster on the same link.
+    run.has_mesh, run.gbps = True, 0.2
+    run.run(3)
+    dense_s = run.loop.facts().dense_step_s
+    run.gbps = guess_gbps
+    run.run(20)
+    facts = run.loop.facts()
+    assert facts.bandwidth_bits_per_s == pytest.approx(guess_gbps * 1e9)
+    assert (facts.is_link_known, facts.num_link_changes) == (False, 0)
+    assert facts.is_dense_measured
+    assert facts.dense_step_s == pytest.approx(dense_s, rel=0.01)
+    run.loop.end(1e6)
+    assert "predicted" not in run.loop.history().totals.verdict()
+
+
 def test_a_plan_that_is_taken_back_is_counted(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.slowdown = 30.0

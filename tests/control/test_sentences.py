@@ -63,6 +63,20 @@ def test_a_new_plan_is_one_line_in_plain_words() -> None:
     assert back == f"decided at step 12: dense instead of {QSGD}; predicted 600 ms per step; 12% slower"
 
 
+def test_a_plan_is_logged_once_with_the_step_from_which_on_it_holds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, NAME)
+    run = start(tmp_path)
+    run.gbps, run.lag = 0.1, 5
+    run.run(7)
+    assert run.loop.plans[-1].describe() == QSGD
+    assert caplog.messages == [], "it was decided at step 3, and no step had it"
+    run.run(30)
+    said = f"from step 9 on: {QSGD} instead of dense; predicted "
+    assert [text.startswith(said) for text in caplog.messages if QSGD in text] == [True]
+
+
 def test_measuring_steps_say_what_they_are_for() -> None:
     trials = ("codec_trial", "dense_trial", "return")
     assert not any(is_new_plan(decided("dense", QSGD, made_by=one)) for one in trials)
@@ -90,8 +104,8 @@ def test_decisions_that_keep_the_plan_are_debug_and_new_plans_are_info(
     run.run(80)
     run.loop.end(1e6)
     said = [(one.levelno, one.getMessage()) for one in caplog.records if one.name.startswith(NAME)]
-    plans = [text for level, text in said if level == logging.INFO and text.startswith("decided at step ")]
-    assert plans[0].startswith(f"decided at step 3: {QSGD} instead of dense; predicted ")
+    plans = [text for level, text in said if level == logging.INFO and text.startswith("from step ")]
+    assert plans[0].startswith(f"from step 4 on: {QSGD} instead of dense; predicted ")
     kept = [text for level, text in said if "stays with" in text]
     assert len(kept) > 0
     assert all(level == logging.DEBUG for level, text in said if "stays with" in text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 import logging
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import pytest
 from torch import nn
 
 import cgx_ray
+import cgx_ray.policies
 from cgx_ray.logs import NAME
 
 
@@ -41,6 +43,50 @@ def test_attach_and_config_refuse_an_argument_beside_a_codec_in_the_same_words()
 def test_an_argument_that_is_written_wrong_is_named(take: Callable[..., object], given: str, near: str) -> None:
     with pytest.raises(cgx_ray.ConfigError, match=f"got unknown (argument|setting) '{given}'; did you mean '{near}'"):
         take(**{given: "fast"})
+
+
+@pytest.mark.parametrize(
+    ("take", "says"),
+    [
+        (
+            lambda: cgx_ray.SimulatedLink(0.01, ((0, 1e8),)),
+            "SimulatedLink(latency_s=0.01, schedule=((0, 100000000.0),))",
+        ),
+        (lambda: cgx_ray.attach(nn.Linear(1, 1), "adaptive"), "attach(model, policy='adaptive')"),
+        (
+            lambda: cgx_ray.attach(nn.Linear(1, 1), "static", codec="bf16"),
+            "attach(model, policy='static', codec='bf16')",
+        ),
+        (lambda: cgx_ray.Adaptive("fast"), "Adaptive(fidelity='fast')"),
+        (lambda: cgx_ray.CodecSpec("qsgd", bits=4), "CodecSpec(name='qsgd', bits=4)"),
+        (lambda: cgx_ray.make_plan([], 0, 4), "make_plan(layers, version=0, world_size=4)"),
+        (lambda: cgx_ray.Layer("w", 100, 1), "Layer(name='w', numel=100, ndim=1)"),
+    ],
+)
+def test_an_argument_without_its_name_is_told_what_to_write(take: Callable[[], object], says: str) -> None:
+    with pytest.raises(cgx_ray.ConfigError) as caught:
+        take()
+    assert f" by name; did you mean {says}?" in str(caught.value)
+
+
+def test_every_public_name_whose_arguments_have_names_says_so() -> None:
+    makers = {name: getattr(module, name) for module in (cgx_ray, cgx_ray.policies) for name in module.__all__}
+    makers["Attachment.observe"] = cgx_ray.Attachment.observe
+    tried = []
+    for name, made in makers.items():
+        if (isinstance(made, type) and issubclass(made, enum.Enum | Exception)) or not callable(made):
+            continue
+        kinds = [one.kind for one in inspect.signature(made).parameters.values()]
+        if inspect.Parameter.KEYWORD_ONLY in kinds:
+            tried.append(name)
+            with pytest.raises(cgx_ray.ConfigError, match=" by name; did you mean "):
+                made(*[1] * (kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) + 1))
+    assert {"attach", "SimulatedLink", "Adaptive", "Option", "Attachment.observe"} <= {*tried}
+
+
+def test_an_error_within_a_call_stays_what_it_is() -> None:
+    with pytest.raises(TypeError, match="schedule"):
+        cgx_ray.SimulatedLink(latency_s=0.1)  # type: ignore[call-arg]
 
 
 def test_a_codec_in_the_place_of_a_backend_is_told_its_name() -> None:

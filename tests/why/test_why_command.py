@@ -57,6 +57,33 @@ def test_a_training_is_observed_from_outside(tmp_path: Path) -> None:
     assert "cgx-ray why: Your step takes" in done.stderr
 
 
+def test_the_launcher_that_stop_ends_prints_no_traceback() -> None:
+    words = [sys.executable, "-m", "cgx_ray", "why", "--steps", "6", "--stop", "--", sys.executable, "-m"]
+    done = subprocess.run(
+        [*words, "torch.distributed.run", "--nproc-per-node", "1", str(SCRIPT), "1000000"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    assert "cgx-ray why: Your step takes" in done.stderr
+
+
+@pytest.mark.parametrize("has_loader", [False, True])
+def test_workers_of_a_loader_are_a_remedy_only_where_there_is_a_loader(has_loader: bool, tmp_path: Path) -> None:
+    slow = SCRIPT.read_text().replace("optimizer.zero_grad()", "optimizer.zero_grad(); __import__('time').sleep(0.05)")
+    loader = "    loader = torch.utils.data.DataLoader(range(8))\n    for step"
+    script = tmp_path / "slow.py"
+    script.write_text(slow.replace("    for step", loader) if has_loader else slow)
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    words = [sys.executable, "-m", "cgx_ray", "why", "--steps", "6", "--", sys.executable, str(script), "12"]
+    done = subprocess.run(words, env={**os.environ, **alone}, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 5, done.stderr
+    assert ("DataLoader(num_workers=" in done.stderr) is has_loader
+    assert "less work between two steps" in done.stderr
+
+
 def test_a_script_without_ddp_is_told_so_after_its_end() -> None:
     done = why("--", "sh", "-c", "exit 0")
     assert done.exit_code == 1

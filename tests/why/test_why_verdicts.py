@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from rich.console import Console
 from support.why.made_records import FORWARD_S, card, training
 
 from cgx_ray.why.records import ProbedPath, RankRecord, StepTimes
+from cgx_ray.why.show import show_verdict
 from cgx_ray.why.verdict import EXIT_STATUS, Bound, verdict_of
 
 SLOW = {"bytes_per_s": 11.7e6, "busy_s": 9.0, "sent_bytes": 100_000_000}
@@ -94,7 +97,35 @@ def test_input_of_all_ranks_and_of_one_are_both_input() -> None:
     assert (of_all.bound, of_all.exit_status, of_all.costs[0].who) == (Bound.INPUT, 5, "all ranks")
     of_one = verdict_of(training(late={3: {"input_s": 0.4}}))
     assert (of_one.bound, of_one.costs[0].who) == (Bound.INPUT, "rank 3 on node-3")
-    assert "DataLoader" in of_one.costs[0].remedy
+    assert "DataLoader" not in of_one.costs[0].remedy
+    with_loader = [replace(one, has_loader=True) for one in training(late={3: {"input_s": 0.4}})]
+    assert "DataLoader(num_workers=" in verdict_of(with_loader).costs[0].remedy
+
+
+def test_the_step_of_the_sentence_is_that_of_the_longest_bar_and_pauses_are_counted() -> None:
+    # Ranks note the ends of their steps at different times: of each step the longest one is longer than any mean.
+    records = training(late={rank: {"input_s": 0.1} for rank in range(4)})
+    records = [
+        replace(
+            one,
+            steps=(
+                *(replace(step, rest_s=0.02 * ((place + one.rank) % 4)) for place, step in enumerate(one.steps)),
+                replace(one.steps[0], input_s=60.0),
+            ),
+        )
+        for one in records
+    ]
+    parts = verdict_of(records).parts
+    assert parts is not None
+    in_bars = [
+        bar.input_s + bar.forward_s + bar.backward_s + bar.waiting_s + bar.network_s + bar.rest_s for bar in parts.bars
+    ]
+    assert parts.step_s == pytest.approx(max(in_bars))
+    assert (parts.num_steps, parts.num_pauses) == (len(records[0].steps) - 1, 1)
+    file = io.StringIO()
+    show_verdict(Console(file=file, width=120), verdict_of(records), [])
+    assert f"mean of {parts.num_steps} steps" in file.getvalue()
+    assert "left out: 1 step that took over 5x as long as usual" in file.getvalue()
 
 
 def test_ranks_that_are_last_in_turns_are_told_from_one_that_always_is() -> None:

@@ -6,9 +6,10 @@ import math
 import time
 from dataclasses import dataclass
 
-from cgx_ray.errors import ConfigError
+from cgx_ray.errors import ConfigError, names_arguments
 
 
+@names_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedLink:
     """Latency and rate of the simulated link between any two ranks.

@@ -274,9 +274,9 @@ def no_samples_entry(seconds: float, quiet_nodes: Sequence[str], *, step: int, t
     }
 
 
-def end_entry(*, step: int | None, time_s: float) -> dict[str, Any]:
-    """Return the journal's last line of a worker group. `step`: the last one that was joined."""
-    return {"event": "end", "time": time_s, "step": step}
+def end_entry(*, step: int | None, newest_step: int, time_s: float) -> dict[str, Any]:
+    """Return the journal's last line of a worker group. `step`: the last one that was joined; newest: of any rank."""
+    return {"event": "end", "time": time_s, "step": step, "newest_step": newest_step}
 
 
 def _plan_fields(plan: Plan, layers: Sequence[Layer], num_nodes: int) -> dict[str, Any]:

@@ -25,13 +25,16 @@ MOSTLY = 0.85
 DENSE = "dense"
 
 
-def decision_line(entry: Mapping[str, Any], codec: str | None = None) -> str:
-    """Return a decision of the journal in at most MAX_LINE characters, the cause last. `codec`: timed by a trial.
+def decision_line(entry: Mapping[str, Any], codec: str | None = None, *, first_step: int | None = None) -> str:
+    """Return a decision of the journal in at most MAX_LINE characters, the cause last.
 
-    Ranks get its plan some steps after the step that it names.
+    codec       timed by a trial
+    first_step  with the plan, which ranks get some steps after its decision; None until it is known
     """
     old, new, made_by = entry["old"]["plan"], entry["new"]["plan"], entry.get("made_by")
     at, cause = f"decided at step {entry['step']}: ", entry["situation"]["cause"]
+    if first_step is not None:
+        at = f"from step {first_step} on: "
     if made_by == "codec_trial":
         return _line(f"{at}trying {codec} on one layer, to time it")
     if made_by == "dense_trial":

@@ -236,6 +236,14 @@ class KnownNetwork:
         link = self.link
         return link if link is None or self.latency_s is not None else replace(link, alpha_s=before.alpha_s)
 
+    def unless_guessed(self, now: Link, before: Link, num_changes: int) -> Link:
+        """Return the link of `now`, with the bandwidth of `before` while it is a guess: guesses scatter by up to 3x.
+
+        num_changes  at the time of `before`. Since another one, guesses count
+        """
+        is_guess = not self.is_known and self.num_changes == num_changes
+        return replace(now, beta_s_per_byte=before.beta_s_per_byte) if is_guess else now
+
     @property
     def slow(self) -> Mapping[int, float]:
         """Bytes per second by rank, for ranks whose link is much slower than the others', from `bandwidth`'s source."""

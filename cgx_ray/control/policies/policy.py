@@ -43,6 +43,7 @@ MIN_IMPROVEMENT = 0.05
 DecisionKind = Literal["keep", "replace", "disable"]
 
 
+@names_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerInput:
     """Measurements to plan for.
@@ -141,6 +142,7 @@ class PlannerInput:
             pool = [option for option in pool if errors.option_factor(option) < worst]
 
 
+@names_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """Answer of a policy, or of the loop that guards it.
@@ -162,6 +164,7 @@ class Decision:
     dense_s: float
 
 
+@names_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
     """The input of a policy.

@@ -14,10 +14,11 @@ from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.learned.compute_slowdown import SideBySide
 from cgx_ray.control.learned.evidence import MAX_STEPS, Evidence, evidence
 from cgx_ray.control.learned.learned_errors import LearnedErrors, undoable
-from cgx_ray.control.learned.measured import at_compute, is_dense, non_dense_options, timed_options
+from cgx_ray.control.learned.measured import at_compute, is_dense, non_dense_options, on_link, timed_options
 from cgx_ray.control.learned.plan_times import PlanTimes
 from cgx_ray.control.network.changes import network_cause
 from cgx_ray.control.network.estimate import FEW, NOISE
+from cgx_ray.control.network.known_network import KnownNetwork
 from cgx_ray.control.policies.policy import MIN_IMPROVEMENT
 from cgx_ray.control.trial.measuring_steps import is_worth_comparing
 from cgx_ray.control.trial.outcome import PairedStep, PlanRecord
@@ -32,36 +33,42 @@ MIN_CODEC_S = 1e-7
 
 
 class DenseBaseline:
-    """Logarithm of measured over predicted seconds of the newest dense steps, all on one network."""
+    """Logarithm of measured over predicted seconds of the newest dense steps, all on one network.
+
+    link         on which they were predicted, None before the first one
+    num_changes  of the network until the newest of them
+    """
 
     def __init__(self) -> None:
         self._logs: deque[float] = deque(maxlen=MAX_STEPS)
-        self._link: Link | None = None
+        self.link: Link | None = None
+        self.num_changes = 0
 
     @property
     def num_steps(self) -> int:
         return len(self._logs)
 
-    def add_step(self, log_ratio: float, link: Link) -> None:
+    def add_step(self, log_ratio: float, link: Link, num_changes: int) -> None:
         """Add a dense step on `link`; forget those on another network."""
-        if self._link is None or network_cause(self._link, link) is not None:
+        if not self.is_of(link):
             self._logs.clear()
-            self._link = link
+            self.link = link
+        self.num_changes = num_changes
         self._logs.append(log_ratio)
 
     def is_of(self, link: Link) -> bool:
         """Return whether the steps were on `link`, as far as plans are concerned."""
-        return self._link is not None and network_cause(self._link, link) is None
+        return self.link is not None and network_cause(self.link, link) is None
 
     def on(self, link: Link) -> Evidence:
         """Return what is known of dense steps on `link`.
 
         The model errs by NOISE without any dense step, and on another network than the one that they were measured on.
         """
-        if self._link is None:
+        if self.link is None:
             return Evidence(0.0, math.log(NOISE))
         found = evidence(self._logs)
-        return found if network_cause(self._link, link) is None else found.also(math.log(NOISE))
+        return found if self.is_of(link) else found.also(math.log(NOISE))
 
 
 class StepsBesidePredictions:
@@ -73,9 +80,20 @@ class StepsBesidePredictions:
     record        steps under the plan in force
     """
 
-    def __init__(self, layers: Sequence[Layer], plan: Plan, dense_plan: Plan, calibrated_costs: CodecCosts) -> None:
-        """`calibrated_costs`: codec times as they were measured before training."""
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        plan: Plan,
+        dense_plan: Plan,
+        calibrated_costs: CodecCosts,
+        network: KnownNetwork,
+    ) -> None:
+        """
+        calibrated_costs  codec times as they were measured before training
+        network           says which links are guesses
+        """
         self.layers = tuple(layers)
+        self._network = network
         self.dense_plan = dense_plan
         self.baseline = DenseBaseline()
         self.errors = LearnedErrors()
@@ -132,7 +150,9 @@ class StepsBesidePredictions:
         paired = self._paired(step, measured)
         self.record.window.append(paired)
         if is_dense(self.plan):
-            self.baseline.add_step(paired.over_plan, measured.network.between)
+            as_ran = self._as_dense_ran(measured)
+            over_plan = (paired if as_ran is measured else self._paired(step, as_ran)).over_plan
+            self.baseline.add_step(over_plan, as_ran.network.between, self._network.num_changes)
         if self.has_old_pairs and self._slowing is not None and not self._is_trial:
             self.record.window = deque((self._paired(one, measured) for one in self.record.window), maxlen=MAX_STEPS)
             self.has_old_pairs = False
@@ -146,7 +166,7 @@ class StepsBesidePredictions:
         if not predicted.is_dense:
             # Errors by layer may say that the plan in force keeps nothing.
             kept = 1.0 if predicted.efficiency is None else max(predicted.efficiency, MIN_GAIN)
-            over_dense = math.log(step.step_s / kept / predict(own, self.dense_groups).step_s)
+            over_dense = math.log(step.step_s / kept / predict(self._as_dense_ran(own), self.dense_groups).step_s)
         return PairedStep(step.step_s, step.compute_s, step.codec_s, over_plan, over_dense, math.log(kept))
 
     def _learn_compute_slowdown(self, compute_s: float) -> None:
@@ -264,10 +284,27 @@ class StepsBesidePredictions:
         self._is_known_beaten = own_s is not None and min(pace_s.values()) < (1 - MIN_IMPROVEMENT) * own_s
         return own.most_s if self._is_known_beaten else None
 
+    def _as_dense_ran(self, measured: Measured) -> Measured:
+        """Return `measured` on the link that dense steps were predicted on, where only a guess differs from it.
+
+        Else what they took would count as predicted, by a guess that is up to 3x too slow or too fast.
+        """
+        now, before = measured.network.between, self.baseline.link
+        link = self._network.unless_guessed(now, before, self.baseline.num_changes) if before is not None else now
+        return measured if link == now else on_link(measured, link)
+
+    def _dense(self, measured: Measured) -> Evidence:
+        """Return what is known of dense steps under `measured`."""
+        return self.baseline.on(self._as_dense_ran(measured).network.between)
+
+    def is_dense_measured(self, measured: Measured) -> bool:
+        """Return whether dense steps were measured on the network of `measured`."""
+        return self.baseline.is_of(self._as_dense_ran(measured).network.between)
+
     def dense_s(self, measured: Measured) -> float:
         """Return the seconds of a dense step under `measured`."""
-        dense = self.baseline.on(measured.network.between)
-        return math.exp(dense.mean) * predict(measured, self.dense_groups).step_s
+        predicted = predict(self._as_dense_ran(measured), self.dense_groups)
+        return math.exp(self._dense(measured).mean) * predicted.step_s
 
     def slowdown(self, record: PlanRecord, measured: Measured) -> Evidence:
         """Return the logarithm of the seconds per progress in `record` over those of dense."""
@@ -284,11 +321,11 @@ class StepsBesidePredictions:
         if measured is None or not self.record.window:
             return None
         slower = median(step.over_dense + step.log_kept for step in self.record.window)
-        return math.exp(self.baseline.on(measured.network.between).mean - slower)
+        return math.exp(self._dense(measured).mean - slower)
 
     def _dense_error(self, measured: Measured) -> Evidence:
         """Return the error of dense predictions beside the plan with `_options`; more dense steps make it smaller."""
-        return self.baseline.on(measured.network.between).also(self.errors.compute_slowdown.under(self._options).error)
+        return self._dense(measured).also(self.errors.compute_slowdown.under(self._options).error)
 
     def grants_comparison(self, slowdown: Evidence, measured: Measured) -> bool:
         """Return whether to compare the plan with dense now, and count it.
