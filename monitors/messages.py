@@ -78,10 +78,13 @@ class MessageServer(GuardedServer):
         """Send the last message to all clients, give them LINGER_S to disconnect, and close."""
         self.send(message)
         # To close a connection whose client still sends would drop what the client has not read.
-        end_s = time.monotonic() + LINGER_S
+        self.wait_for_clients_to_leave(LINGER_S)
+        self.close()
+
+    def wait_for_clients_to_leave(self, most_s: float) -> None:
+        end_s = time.monotonic() + most_s
         while self._writers and time.monotonic() < end_s:
             time.sleep(0.01)
-        self.close()
 
     def welcome(self, client: socket.socket) -> bool:
         self.allow(client, math.inf)

@@ -64,6 +64,8 @@ _HISTORY = "controller"
 REPORT_S = 0.5
 # Longest waits for the loop, in seconds: for its first plan, to write an error down before it is raised, at the end.
 REGISTER_S, FAULT_S, END_S = 60.0, 5.0, 5.0
+# Longest wait at the end for the last steps of other ranks, seconds.
+LAST_STEPS_S = 1.0
 # Reports without an answer from the loop, beyond which further ones are dropped: steps count without them.
 MAX_WAITING_REPORTS = 2048
 # Nodes that rank 0's server has room for, beside the ranks of its own node.
@@ -242,6 +244,9 @@ class LocalControl:
             return
         self._ending.set()
         atexit.unregister(self.close)
+        if self._server is not None:
+            # Ranks end at about the same time, and their last steps count too.
+            self._server.wait_for_clients_to_leave(LAST_STEPS_S)
         if self._monitor is not None:
             self._monitor.stop()
         elif self._carrier.ident is not None:

@@ -16,6 +16,7 @@ from cgx_ray.control.learned.learned_errors import MEMORY_S, LearnedErrors
 from cgx_ray.control.learned.measured import is_dense, non_dense_options
 from cgx_ray.control.learned.plan_times import NO_BOUNDS, Groups, PlanTimes
 from cgx_ray.control.network.changes import WINDOW_S
+from cgx_ray.control.network.known_network import KnownNetwork
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.policy import PlannerInput, Situation
 from cgx_ray.plan import DENSE, Option, Plan, make_plan
@@ -25,6 +26,12 @@ from cgx_ray.planner.prediction import Measured, predict
 
 QSGD = Option.parse("qsgd:bits=4,bucket_size=128 over sra")
 BF16 = Option.parse("bf16 over sra")
+
+
+class SureNetwork(KnownNetwork):
+    @property
+    def is_known(self) -> bool:
+        return True
 
 
 def measured(gbps: float = 1.0, latency_ms: float = 1.0, compute_s: float = 0.2) -> Measured:
@@ -57,7 +64,7 @@ def situation(plan: Plan, plan_s: dict[Groups, float]) -> Situation:
 
 
 def test_a_plans_steps_count_under_the_conditions_that_they_had() -> None:
-    times = PlanTimes()
+    times = PlanTimes(SureNetwork())
     times.add_steps(groups(QSGD), exposed_s=0.1, compute_slowdown=1.5, measured=measured(), now_s=100.0)
     assert bounds_s(times, measured()) == pytest.approx((0.4, 0.4))
     assert bounds_s(times, measured(1.1, 1.2, 0.22)) == pytest.approx((0.43, 0.43))
@@ -81,9 +88,19 @@ def test_a_plans_steps_count_under_the_conditions_that_they_had() -> None:
 def test_no_better_link_makes_a_plan_slower_and_no_worse_one_faster(
     now: Measured, expected: tuple[float, float]
 ) -> None:
-    times = PlanTimes()
+    times = PlanTimes(SureNetwork())
     times.add_steps(groups(QSGD), exposed_s=0.2, compute_slowdown=1.0, measured=measured(1.0, 10.0), now_s=100.0)
     assert bounds_s(times, now) == pytest.approx(expected)
+
+
+def test_a_guess_of_the_bandwidth_does_not_make_measured_seconds_a_prediction() -> None:
+    network = KnownNetwork()
+    times = PlanTimes(network)
+    times.add_steps(groups(QSGD), exposed_s=0.2, compute_slowdown=1.0, measured=measured(1.0), now_s=100.0)
+    for gbps in (0.4, 1.0, 2.5):
+        assert bounds_s(times, measured(gbps)) == pytest.approx((0.4, 0.4))
+    network.num_changes += 1
+    assert bounds_s(times, measured(0.4)) == pytest.approx((0.4, math.inf))
 
 
 def test_a_codec_that_was_slow_in_a_mixture_is_tried_alone_once() -> None:
@@ -109,7 +126,7 @@ def test_a_codec_that_was_slow_in_a_mixture_is_tried_alone_once() -> None:
 
 
 def test_steps_of_the_last_seconds_are_undone_and_those_before_count_again() -> None:
-    times = PlanTimes()
+    times = PlanTimes(SureNetwork())
     times.add_steps(groups(QSGD), 0.2, 1.0, measured(), now_s=50.0)
     times.add_steps(groups(QSGD), 0.7, 1.0, measured(), now_s=100.0)
     assert bounds_s(times, measured()) == pytest.approx((0.9, 0.9))
@@ -118,7 +135,7 @@ def test_steps_of_the_last_seconds_are_undone_and_those_before_count_again() -> 
 
 
 def test_the_newest_plans_and_the_newest_steps_of_each_are_known() -> None:
-    times = PlanTimes()
+    times = PlanTimes(SureNetwork())
     for number in range(MAX_STEPS + 2):
         times.add_steps(groups(QSGD, first_bytes=1 << number), 0.1 * number, 1.0, measured(), float(number))
     known = times.on(measured(), 20.0)

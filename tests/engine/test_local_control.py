@@ -136,7 +136,9 @@ def test_policies_of_the_papers_compress_where_the_link_is_slow(policy: str, tmp
 
 
 def test_ranks_of_another_node_report_and_get_plans_through_the_first_of_them(tmp_path: Path) -> None:
-    check_alike(run_ranks(3, adapt, str(tmp_path), "cgx", ("a", "b", "b")))
+    versions = check_alike(run_ranks(3, adapt, str(tmp_path), "cgx", ("a", "b", "b")))
+    (end,) = lines_of(tmp_path, "end")
+    assert end["step"] == end["newest_step"] == len(versions) - 1, "all steps count, also the last ones of other ranks"
     outcomes = lines_of(tmp_path, "outcome")
     # Steps count once all ranks have reported them.
     assert outcomes

@@ -97,7 +97,7 @@ class StepsBesidePredictions:
         self.dense_plan = dense_plan
         self.baseline = DenseBaseline()
         self.errors = LearnedErrors()
-        self.plan_times = PlanTimes()
+        self.plan_times = PlanTimes(network)
         self.dense_groups = groups_of(dense_plan, layers)
         self._calibrated_costs = dict(calibrated_costs)
         # Comparisons of the plan in force with dense.
