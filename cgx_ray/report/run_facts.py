@@ -232,8 +232,8 @@ def speed_up(record: RunRecord, dense: RunRecord | None) -> SpeedUp | None:
 
 
 def dense_of(records: Sequence[RunRecord]) -> RunRecord | None:
-    """Return the run without compression, which a demo has beside others."""
-    return next((record for record in records if record.name == "dense"), None)
+    """Return the run without compression that a demo has beside others; other folders hold any runs."""
+    return next((record for record in records if record.name == "dense" and record.steps), None)
 
 
 def num_changes(record: RunRecord) -> int:

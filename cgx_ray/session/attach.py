@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
@@ -180,7 +181,8 @@ def _check_given(
     in_ray = process.session is not None
     if others.keys() - _SETTINGS:
         name = min(others.keys() - _SETTINGS)
-        raise ConfigError(f"attach got {unknown('setting', name, sorted({*_SETTINGS, *POLICY_ARGUMENTS}))}")
+        own = inspect.signature(attach).parameters.keys() - {"model", "more"}
+        raise ConfigError(f"attach got {unknown('setting', name, sorted({*_SETTINGS, *POLICY_ARGUMENTS, *own}))}")
     if policy is None and not means_static(given) and (lost := sorted(given)):
         wanted = "it to CGXConfig, which decides in Ray Train" if in_ray else "policy='adaptive', or another one"
         raise ConfigError(f"attach got {lost[0]} without a policy that has it; give {wanted}")

@@ -330,8 +330,8 @@ def _bytecomp_tables(measured: Measurement) -> str:
     return (
         f"{table(_PLANNER_HEAD, lines)}A step under the best of seven strategies, among them Cupcake and ByteComp, "
         f"over the joint plan's:\n\n{best}"
-        "Figure 14, a part of the tree left out: the best step over that of the whole tree, predicted, for VGG16 on 8 "
-        "nodes of 8 GPUs, 0.1 s of compute, qsgd with 4 bits. At the paper's 25 and 100 Gbit/s our kernels leave "
+        "Figure 14, a part of the tree left out: the best step over that of the whole tree, predicted, for VGG16 on 8\n"
+        "nodes of 8 GPUs, 0.1 s of compute, qsgd with 4 bits. At the paper's 25 and 100 Gbit/s our kernels leave\n"
         f"nothing to choose.\n\n{crippled}"
     )
 
@@ -341,7 +341,7 @@ def _by_rate(head: str, measured: Measurement, pattern: str) -> str:
     values = measured.matching(pattern)
     rates = sorted({gbps for _, gbps in values}, key=float)
     names = dict.fromkeys(name for name, _ in values)
-    rows = [[name.replace("_", " "), *(f"{values[name, gbps]:.3f}" for gbps in rates)] for name in names]
+    rows = [[name, *(f"{values[name, gbps]:.3f}" for gbps in rates)] for name in names]
     return table([head, *(f"{gbps} Gbit/s" for gbps in rates)], rows)
 
 

@@ -207,7 +207,7 @@ def test_a_policy_that_raises_leaves_the_plan_and_is_named_once_in_log_and_journ
         "ZeroDivisionError: no plan can be found"
     ]
     assert set(map(journal_problem, lines)) == {""}
-    assert lines[-1] == {"event": "end", "time": lines[-1]["time"], "step": 8}
+    assert lines[-1] == {"event": "end", "time": lines[-1]["time"], "step": 8, "newest_step": 8}
 
 
 def test_an_error_does_not_hold_back_plans(start: Callable[..., Controller]) -> None:

@@ -54,11 +54,11 @@ def test_a_new_plan_is_one_line_in_plain_words() -> None:
     numbers = "predicted 600 ms per step, dense 1.9 s"
     short = decided("dense", QSGD, situation={"cause": "regular review"})
     assert decision_line(short) == f"decided at step 12: {QSGD} instead of dense; {numbers}; regular review"
-    # Where both have no room, the old plan is left out: the line before had it. The cause ends after a word.
-    line = f"decided at step 12: {QSGD}; {numbers}; bandwidth fell from 1.00 Gbit/s to ..."
+    # Where all have no room, the old plan is left out: the line before had it; then what dense would take.
+    line = f"decided at step 12: {QSGD}; predicted 600 ms per step; bandwidth fell from 1.00 Gbit/s to 94 Mbit/s"
     assert decision_line(decided("dense", QSGD)) == line
     others = decision_line(decided(QSGD, QSGD))
-    assert others == f"decided at step 12: other groups of {QSGD}; {numbers}; bandwidth fell from ..."
+    assert others == f"decided at step 12: other groups of {QSGD}; bandwidth fell from 1.00 Gbit/s to 94 Mbit/s"
     back = decision_line(decided(QSGD, "dense", made_by="guard", kind="disable", reason="12% slower; banned"))
     assert back == f"decided at step 12: dense instead of {QSGD}; predicted 600 ms per step; 12% slower"
 

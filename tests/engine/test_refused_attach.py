@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.collectives.transport.simulated_link import SimulatedLink
+from cgx_ray.errors import ConfigError
 from cgx_ray.plan import Plan, make_plan
 from cgx_ray.session.attachment import process
 from cgx_ray.session.settings import Settings
@@ -100,6 +101,8 @@ def test_a_wrong_attach_fails_on_all_ranks_with_one_clear_error(case: str, says:
 ONE_RANK = [
     ({"codec": "zip"}, "unknown codec 'zip'"),
     ({"codec": 4}, "codec 4 is not allowed"),
+    ({"foldr": "x"}, "attach got unknown setting 'foldr'; did you mean 'folder'"),
+    ({"policy": "adaptive", "max_loss": 0.5}, "max_loss 0.5 is not allowed; give a loss over dense's, such as 1.01"),
     ({"sead": 1}, "attach got unknown setting 'sead'; did you mean 'seed'"),
     ({"sead": 1}, "known: alpha, average_weights, bits, bucket_size, "),
     ({"policy": "adaptiv"}, "unknown policy 'adaptiv'; did you mean 'adaptive'"),
@@ -232,6 +235,10 @@ def test_a_simulated_link_that_is_none_is_refused(link: Any) -> None:
 def test_a_simulated_schedule_has_pairs() -> None:
     with pytest.raises(cgx_ray.ConfigError, match="give pairs of first step and bit/s"):
         SimulatedLink(latency_s=1e-3, schedule=(0, 1e8))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="simulated latency '1ms' is not allowed; give seconds"):
+        SimulatedLink(latency_s="1ms", schedule=((0, 1e8),))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="give numbers, such as"):
+        SimulatedLink(latency_s=1e-3, schedule=((0, "100mbps"),))  # type: ignore[arg-type]
 
 
 def _attach_in_vain(rank: int) -> int:

@@ -31,8 +31,10 @@ class SimulatedLink:
             )
         steps = [step for step, _ in self.schedule]
         rates = [rate for _, rate in self.schedule]
-        if self.latency_s < 0 or not math.isfinite(self.latency_s):
-            raise ConfigError(f"simulated latency {self.latency_s!r} s is not allowed; give 0 or more")
+        if not isinstance(self.latency_s, int | float) or not 0 <= self.latency_s < math.inf:
+            raise ConfigError(f"simulated latency {self.latency_s!r} is not allowed; give seconds, 0 or more")
+        if not all(isinstance(number, int | float) for number in (*steps, *rates)):
+            raise ConfigError(f"simulated schedule {self.schedule!r} is not allowed; give numbers, such as ((0, 1e8),)")
         if not steps or steps[0] != 0 or steps != sorted(set(steps)):
             raise ConfigError(f"simulated schedule starts at steps {steps}; they must ascend from 0")
         if not all(rate > 0 for rate in rates):

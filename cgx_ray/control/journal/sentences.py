@@ -18,8 +18,6 @@ from cgx_ray.units import format_count, format_seconds
 
 # Characters of a line of the log.
 MAX_LINE = 120
-# Characters of a cause that are worth a place in it.
-_MIN_CAUSE = 16
 # Share of the time from which a run counts as dense, and of a step from which compute bounds it.
 MOSTLY = 0.85
 DENSE = "dense"
@@ -61,12 +59,12 @@ def decision_line(entry: Mapping[str, Any], codec: str | None = None, *, first_s
 
 
 def _line(head: str, tail: str = "", cause: str = "") -> str:
-    """Join the parts; a cause for which there is no room is cut after a word, or left out."""
-    said = head + tail
-    room = MAX_LINE - len(said) - 2
-    if cause and room >= min(_MIN_CAUSE, len(cause)):
-        said = f"{said}{'; ' if tail else ': '}{_cut(cause, room)}"
-    return _cut(said, MAX_LINE)
+    """Join the parts. The tail gives way to a cause that has no room else, from its end."""
+    for kept in (tail, tail.rpartition(", ")[0], "") if cause else ():
+        said = f"{head}{kept}{'; ' if tail else ': '}{cause}"
+        if len(said) <= MAX_LINE:
+            return said
+    return _cut(head + tail, MAX_LINE)
 
 
 def _cut(text: str, room: int) -> str:
@@ -241,7 +239,7 @@ class RunTotals:
         elif self.is_static:
             rest = f"{1 - compute:.0%} of a step is not compute"
             helps = (
-                "though compression saves little within a machine"
+                "though compression saves little within a machine, but on a simulated link"
                 if self.is_on_one_host
                 else "so policy adaptive may help"
             )

@@ -19,6 +19,7 @@ ranks share memory, hierarchical options equal flat ones, so the planner leaves 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -97,6 +98,8 @@ class Adaptive(Policy):
                 f"min_gain {self.min_gain!r} is not in [0, 1]; 0.8 keeps 80 % of the gradient's squared norm"
             )
         check_review(self.review_s)
+        if not (self.max_loss is None or (isinstance(self.max_loss, int | float) and 1 <= self.max_loss < math.inf)):
+            raise ConfigError(f"max_loss {self.max_loss!r} is not allowed; give a loss over dense's, such as 1.01")
         if self.periods is None:
             usual = periods_of(self.fidelity) if self.candidates is None else (1,)
             object.__setattr__(self, "periods", usual)
