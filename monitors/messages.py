@@ -82,6 +82,7 @@ class MessageServer(GuardedServer):
         self.close()
 
     def wait_for_clients_to_leave(self, most_s: float) -> None:
+        """Return once no client is connected, or after `most_s` seconds."""
         end_s = time.monotonic() + most_s
         while self._writers and time.monotonic() < end_s:
             time.sleep(0.01)

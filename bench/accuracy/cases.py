@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from bench.adapt.lab_cases import RATE_DIVISOR
 from bench.step.cases import ONE_BUCKET_MB, StepWay
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.schedule import Schedule, ScheduledAction
@@ -56,8 +57,6 @@ TORCH_PEERS = {
     },
     **{f"torch local_sgd {period}": StepWay(name="local_sgd", kind="local_sgd", period=period) for period in (4, 16)},
 }
-# Divides the rates of schedules, as in bench adapt: our models are smaller than the papers'.
-RATE_DIVISOR = 25.0
 # Seconds between two choices of bits: a training of the bench takes seconds.
 _CGX_REVIEW_S = 5.0
 _QUICK_CODECS = ("qsgd:bits=2,bucket_size=128", "topk:density=0.01")

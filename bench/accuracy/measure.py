@@ -30,13 +30,13 @@ from bench.accuracy.cases import (
     CODECS,
     LARGE_WORKLOAD,
     POLICIES,
-    RATE_DIVISOR,
     WORKLOADS,
     AccuracyOptions,
     quick_options,
     read_option,
 )
 from bench.accuracy.workloads import check_workload
+from bench.adapt.lab_cases import RATE_DIVISOR
 from bench.shared.picture import Line, Plot
 from bench.shared.ranks import run_ranks
 from bench.shared.runner import BenchRun, bench_command

@@ -9,6 +9,7 @@ import gc
 import itertools
 import json
 import math
+import os
 import time
 from bisect import bisect_right
 from collections import Counter
@@ -34,6 +35,7 @@ from bench.step.averaging import Averaging, TorchRounds
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.gain import squared_error
 from cgx_ray.demo.train import learning_rate_factor
+from cgx_ray.lab.schedule import STEP_FILE_VARIABLE, report_step
 from cgx_ray.plan import SMALL_LAYER_NUMEL, STEPS_TOGETHER, Plan
 from cgx_ray.planner.fidelity import expected_loss
 from cgx_ray.session.attach import attach_with
@@ -45,7 +47,7 @@ _REPORT_S = 0.05
 
 
 class _Sent:
-    """What the steps of a training sent, and under which plans.
+    """Sums over the steps of a training.
 
     changes     steps at which the network changes
     wire_bytes  sum over the steps
@@ -75,6 +77,8 @@ class _Sent:
 
 
 def _measure(job: dict[str, Any]) -> None:
+    if job["rank"] == 0 and "step_file" in job:
+        os.environ[STEP_FILE_VARIABLE] = job["step_file"]
     tasks = {name: load_task(name) for name in job["workloads"]}
     cases = itertools.product(range(job["num_seeds"]), tasks.items(), job["ways"])
     for index, (seed, (workload, task), way) in enumerate(cases):
@@ -100,7 +104,7 @@ def _train(task: TrainingTask, workload: str, way: str, seed: int, job: dict[str
     points, errors, steps_s, beside = [], [], [], BitsBesideStatic()
     with closing(_attach(model, way, folder, shared_memory=job["is_loopback"])) as attachment:
         for step in range(num_steps):
-            _report(job["first_step"] + step, job)
+            report_step(job["first_step"] + step)
             began_s = time.perf_counter()
             model(*task.batch(seed, step, dist.get_rank())).backward()
             nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM)
@@ -140,12 +144,6 @@ def _train(task: TrainingTask, workload: str, way: str, seed: int, job: dict[str
         expected_loss=sent.expected_loss,
         plans=tuple((*plan, num_steps) for plan, num_steps in sent.plans.items()),
     )
-
-
-def _report(step: int, job: dict[str, Any]) -> None:
-    """Tell the schedule, if there is one, that `step` begins."""
-    if job["rank"] == 0 and "step_file" in job:
-        Path(job["step_file"]).write_text(str(step))
 
 
 def _attach(

@@ -58,6 +58,11 @@ def model_pipeline(model: str, gbps: float, compute_s: float = 0.2, num_workers:
     )
 
 
+def over(seconds: float, best_s: float) -> float:
+    """Return the ratio to `best_s`, rounded so that sums of doubles in another order make no difference."""
+    return round(seconds / best_s, 9)
+
+
 def repeated(pipeline: Pipeline, num_layers: int) -> Pipeline:
     """Return a pipeline of `num_layers` layers: the first ones, or all of them repeatedly."""
     return replace(

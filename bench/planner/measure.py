@@ -25,6 +25,7 @@ from bench.planner.cases import (
     earliest_finish_s,
     longer,
     model_pipeline,
+    over,
     random_pipeline,
     read_table,
     repeated,
@@ -196,11 +197,6 @@ def _same(found_s: float, expected_s: float) -> bool:
     return math.isclose(found_s, expected_s, rel_tol=ROUNDING)
 
 
-def _over(seconds: float, best_s: float) -> float:
-    """Return the ratio to `best_s`, rounded so that sums of doubles in another order make no difference."""
-    return round(seconds / best_s, 9)
-
-
 def _model(numbers: PlannerNumbers, *, model: str) -> None:
     for gbps in MODEL_GBPS:
         pipeline = model_pipeline(model, gbps)
@@ -212,7 +208,7 @@ def _model(numbers: PlannerNumbers, *, model: str) -> None:
             for label, seconds in strategies_s.items():
                 numbers.longer.setdefault(label, {})[model] = 100 * (seconds / joint.finish_s - 1)
         name = f"{model}_{gbps:g}gbps"
-        numbers.add_row(f"{name}_best_strategy_over_joint", _over(best_s, joint.finish_s), "x", ">= 1")
+        numbers.add_row(f"{name}_best_strategy_over_joint", over(best_s, joint.finish_s), "x", ">= 1")
         numbers.add_row(f"{name}_gap", joint.gap, "share", "<= 0.01")
 
 
@@ -236,7 +232,7 @@ def _times(numbers: PlannerNumbers) -> None:
     numbers.add_row("fusion_314_ms", fusion_ms, "ms", "<= 100", baseline=cupcake_ms)
     found_s = fuse(pipeline, QSGD_INDEX)[1]
     unit = "x" if has_ended else f"x, cut at {numbers.cupcake_nodes:,} groupings"
-    numbers.add_row("cupcake_314_over_fusion", _over(pipeline.finish_s(groups), found_s), unit, ">= 1")
+    numbers.add_row("cupcake_314_over_fusion", over(pipeline.finish_s(groups), found_s), unit, ">= 1")
     options = candidate_options(CANDIDATE_DENSITIES)
     numbers.add_row("options", len(options), "options")
     for gbps in JOINT_GBPS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from bench.planner.cases import CPU, GPU, cluster, model_pipeline
+from bench.planner.cases import CPU, GPU, cluster, model_pipeline, over
 from cgx_ray.plan import CodecSpec
 from cgx_ray.planner.joint import MAX_GAP
 from cgx_ray.planner.papers.bytecomp import (
@@ -32,7 +32,7 @@ _QSGD = CodecSpec(name="qsgd")
 _FORBIDDEN_S = 1e6
 
 
-def _moves(path: TreePath) -> list[Move]:
+def _compressed_moves(path: TreePath) -> list[Move]:
     return [task for task in path if isinstance(task, Move) and task.is_compressed]
 
 
@@ -41,16 +41,16 @@ def _devices(path: TreePath) -> set[CodecDevice]:
 
 
 def _routines(path: TreePath, scope: MoveScope) -> list[str]:
-    return [move.routine for move in _moves(path) if move.scope is scope and not move.is_rooted]
+    return [move.routine for move in _compressed_moves(path) if move.scope is scope and not move.is_rooted]
 
 
 def _only_between(path: TreePath, *routines: str) -> bool:
-    return len(_moves(path)) == len(routines) and _routines(path, MoveScope.BETWEEN) == [*routines]
+    return len(_compressed_moves(path)) == len(routines) and _routines(path, MoveScope.BETWEEN) == [*routines]
 
 
 def _alltoall_twice(path: TreePath) -> bool:
     both, scopes = ["alltoall", "allgather"], (MoveScope.INSIDE, MoveScope.BETWEEN)
-    return len(_moves(path)) == 4 and all(_routines(path, scope) == both for scope in scopes)
+    return len(_compressed_moves(path)) == 4 and all(_routines(path, scope) == both for scope in scopes)
 
 
 # Section 5.3: which paths each crippled space has. Paths that compress nothing are in all but the first.
@@ -85,8 +85,7 @@ def tree_rows(*, quick: bool) -> Iterator[Row]:
     dense = min(holds_nothing_up, key=lambda index: all_paths.costs[index].network_s(1 << 20))
     rest = [index for index in range(len(all_paths.costs)) if index != dense]
     greedy_s = all_paths.finish_s(bytecomp(all_paths, dense=dense, compressing=rest, offloaded={}))
-    # Rounded so that sums of doubles in another order make no difference.
-    greedy = round(greedy_s / best.finish_s, 9)
+    greedy = over(greedy_s, best.finish_s)
     yield Row(name="tree_bytecomp_over_best", value=greedy, unit="x", goal=None if quick else ">= 1")
 
 
@@ -102,7 +101,7 @@ def crippled_rows() -> Iterator[Row]:
         spaces["myopic_compression"] = _alone(whole)
         for name, space in spaces.items():
             seconds = search(space, max_gap=MAX_GAP).finish_s
-            yield Row(name=f"crippled_{name}_{gbps:g}gbps_over_best", value=round(seconds / best_s, 9), unit="x")
+            yield Row(name=f"crippled_{name}_{gbps:g}gbps_over_best", value=over(seconds, best_s), unit="x")
 
 
 def _priced(gbps: float) -> list[tuple[TreePath, GroupCost]]:

@@ -64,11 +64,7 @@ def _line(head: str, tail: str = "", cause: str = "") -> str:
         said = f"{head}{kept}{'; ' if tail else ': '}{cause}"
         if len(said) <= MAX_LINE:
             return said
-    return _cut(head + tail, MAX_LINE)
-
-
-def _cut(text: str, room: int) -> str:
-    return shorten(text, room, placeholder=" ...")
+    return shorten(head + tail, MAX_LINE, placeholder=" ...")
 
 
 class _InForce(NamedTuple):
