@@ -9,15 +9,16 @@ import logging
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from cgx_ray.collectives import Transport
+from cgx_ray.codecs import build_kernels
 from cgx_ray.engine.weight_check import NO_HASH, WeightCheck
-from cgx_ray.errors import PlanError, ReplicaError, WireError, listed
-from cgx_ray.plan import Plan
+from cgx_ray.errors import ConfigError, PlanError, ReplicaError, WireError, listed
+from cgx_ray.plan import CodecSpec, Plan
 
 _LARGEST = torch.iinfo(torch.int64).max
 # Growth of the difference between two warnings of it.
@@ -59,6 +60,24 @@ class HeldPlans:
             return frozenset(self._plans), sure
 
 
+def build_for(plan: Plan, codecs: Iterable[CodecSpec], device: torch.device) -> None:
+    """Build what `codecs` launch on `device`. Raises PlanError if a kernel does not compile or computes wrong bits."""
+    try:
+        build_kernels(codecs, device)
+    except (ConfigError, OSError, RuntimeError) as error:
+        raise PlanError(f"the kernels of plan {plan.version} cannot be built: {error}") from error
+
+
+class Minima(Protocol):
+    """What an agreement needs of a `Transport` to all ranks."""
+
+    rank: int
+    world_size: int
+
+    def start_minimum(self, values_K: Tensor) -> Callable[[], Tensor]:
+        """See `Transport.start_minimum`."""
+
+
 class Agreement:
     """Starts, in each step, a minimum over ranks of the newest plan version held, and reads that of the step before.
 
@@ -76,7 +95,7 @@ class Agreement:
     drift            how much they differed then, see `Drift.ratio`: 0 if all bits were the same
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Minima) -> None:
         self.weight_check: WeightCheck | None = None
         self.compared_step: int | None = None
         self.drift = 0.0
@@ -94,24 +113,21 @@ class Agreement:
         self,
         *,
         step: int,
-        in_force: int,
-        held: int,
-        affordable_from: int,
-        loss_scale: float,
-        versions: Container[int] = (),
-        sure: int | None = None,
+        in_force: Plan,
+        held: HeldPlans,
+        affordable_from: int = 0,
+        loss_scale: float = 1.0,
         weights: int = NO_HASH,
     ) -> None:
         """Send the state of this rank at the start of `step`; see `settle` for the numbers.
 
-        held      newest version that this rank holds
-        versions  all that it holds and that are not in force yet
-        sure      one that all ranks are known to hold: a lease has ended
+        held      plans that this rank holds
         weights   hash of the weights, see `WeightCheck.hash_at`
         """
         assert self._pending is None
-        self._sure, self._hash = sure, weights
-        is_held = self._asked is None or self._asked <= in_force or self._asked in versions
+        versions, self._sure = held.at(step, in_force)
+        self._hash = weights
+        is_held = self._asked is None or self._asked <= in_force.version or self._asked in versions
         if not is_held and self._named != self._asked:
             self._named = self._asked
             logger.warning(
@@ -120,11 +136,12 @@ class Agreement:
                 self._transport.rank,
                 step,
                 self._asked,
-                in_force,
+                in_force.version,
             )
         # The bits of positive numbers are in the order of the numbers.
         (scale,) = struct.unpack("<q", struct.pack("<d", loss_scale))
-        both = [sign * value for value in (held, step, in_force, scale, weights) for sign in (1, -1)]
+        newest = max(versions, default=in_force.version)
+        both = [sign * value for value in (newest, step, in_force.version, scale, weights) for sign in (1, -1)]
         numbers = [*both, int(is_held), -affordable_from]
         self._pending = self._transport.start_minimum(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
 

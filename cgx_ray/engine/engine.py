@@ -17,7 +17,7 @@ from cgx_ray.codecs import build_kernels
 from cgx_ray.codecs.codec import HOST
 from cgx_ray.collectives import Transport
 from cgx_ray.collectives.transport.transport_like import VendorCall
-from cgx_ray.engine.agreement import Agreement, HeldPlans
+from cgx_ray.engine.agreement import Agreement, HeldPlans, build_for
 from cgx_ray.engine.bank import Banks
 from cgx_ray.engine.gains.gain_meter import StepMeter
 from cgx_ray.engine.gains.gain_schedule import GainSchedule
@@ -29,7 +29,7 @@ from cgx_ray.engine.step_sample import Span, sample_of_step, spans_of_step
 from cgx_ray.engine.step_trace import StepTrace
 from cgx_ray.engine.telemetry import ObservedTraining, Telemetry
 from cgx_ray.engine.thread import CLOSE_S, Inbox, WorkThread, follow_num_threads, noting_more, overdue_at_close
-from cgx_ray.errors import CGXError, ConfigError, PlanError, ReplicaError
+from cgx_ray.errors import CGXError, ReplicaError
 from cgx_ray.monitors.sample import InsideLink, StepSample
 from cgx_ray.plan import DENSE, CodecSpec, Layer, Plan
 from cgx_ray.runtime_ext import ops
@@ -172,10 +172,7 @@ class Engine:
         it does not fit, or a kernel does not compile or computes wrong bits; the plan in force stays in force.
         """
         plan.check(self.layers, self._transport.world_size)
-        try:
-            build_kernels(codecs_on_device(plan, self._transport), self.device)
-        except (ConfigError, OSError, RuntimeError) as error:
-            raise PlanError(f"the kernels of plan {plan.version} cannot be built: {error}") from error
+        build_for(plan, codecs_on_device(plan, self._transport), self.device)
         self._held.add(plan, self.plan)
 
     @property
@@ -383,13 +380,10 @@ class Engine:
 
     def _post_agreement(self, number: int, weights: int) -> None:
         """Tell the other ranks what this one has at the start of step `number`."""
-        versions, sure = self._held.at(number, self.plan)
         self.agreement.post(
             step=number,
-            in_force=self.plan.version,
-            held=max(versions, default=self.plan.version),
-            versions=versions,
-            sure=sure,
+            in_force=self.plan,
+            held=self._held,
             affordable_from=self._gains.affordable_from,
             loss_scale=self._banks.gradients.memories.scale,
             weights=weights,

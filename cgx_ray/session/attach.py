@@ -79,8 +79,8 @@ def attach(
 ) -> Attachment:
     """Average the gradients of `model` through cgx_ray from the next backward pass on. Call it on every rank.
 
-    model          a DistributedDataParallel, or a whole model after `fully_shard` (FSDP2), which takes one codec for
-                   the whole run, over sra; compiled or not. At world size 1 any model is accepted and nothing happens
+    model          a DistributedDataParallel, or a whole model after `fully_shard` (FSDP2), all of whose layers go over
+                   sra; compiled or not. At world size 1 any model is accepted and nothing happens
     policy         a `Static`, for all layers and the whole run; without Ray also a policy that decides during training,
                    such as "adaptive" (`session.local_control`). Default: CGXConfig's; elsewhere qsgd 4/128 over sra.
                    The environment's CGX_POLICY replaces it, and a `plan`: "off", "static" or "adaptive"
@@ -246,7 +246,7 @@ def _attach(
             control = None
             if process.session is None and plan is None and (settings.decides or folder is not None):
                 if _is_fsdp2(model):
-                    said = "FSDP2 models keep one codec, nothing is decided; leave policy and folder out"
+                    said = "nothing is decided for FSDP2 models; leave policy and folder out"
                     raise ConfigError(said + (settings.of_variable if settings.decides else ""))
                 control = make_control(settings, folder, model, world.gather)
                 undo.callback(control.close)

@@ -177,7 +177,7 @@ class Attachment:
                   without waiting for it
 
         Numbers that are not finite, and learning rates that are not positive, count as not reported. With several calls
-        per step the last one counts. Plans of FSDP2 models are fixed, so nothing happens there. Raises ConfigError for
+        per step the last one counts. Nothing decides for FSDP2 models, so nothing happens there. Raises ConfigError for
         what is no single number.
         """
         if isinstance(self._engine, Engine):
@@ -218,7 +218,7 @@ class Attachment:
                 "nothing is exchanged by one worker, or with CGX_POLICY=off; explore with more workers, and cgx_ray on"
             )
         if not isinstance(self._engine, Engine):
-            raise ConfigError("the codec of an FSDP2 model is fixed; explore with a DistributedDataParallel model")
+            raise ConfigError("an FSDP2 model cannot explore; explore with a DistributedDataParallel model")
         session = self.control or process.session
         if session is not None and session.settings.decides:
             policy = session.settings.policy

@@ -17,13 +17,12 @@ from cgx_ray.collectives import Transport
 from cgx_ray.collectives.transport.gathered import Gatherer
 from cgx_ray.collectives.transport.gloo_sockets import noted_listeners
 from cgx_ray.collectives.transport.lifeline import Lifeline
-from cgx_ray.control.policies.policy import Static
 from cgx_ray.engine.loss_scale import LossScale, Scaler, holds
 from cgx_ray.engine.sharded import fsdp_hook, fsdp_layout
 from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
-from cgx_ray.engine.sharded.shards import plan_of
+from cgx_ray.engine.sharded.shards import codecs_of
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import BUILT_IN, CODECS_OF_SCHEME, CodecSpec, Device, Intra, Plan, Scheme
+from cgx_ray.plan import BUILT_IN, DEFAULT_GROUP_BYTES, CodecSpec, Plan
 from cgx_ray.session.agree import GatheredGroup, agree, connect
 from cgx_ray.session.attachment import process
 from cgx_ray.session.settings import Settings
@@ -53,7 +52,7 @@ def make_engine(
 
     Raises ConfigError or PlanError.
     """
-    codec, parameter_codec = _check(plan, settings, parameters)
+    parameter_codec = _check(plan, settings, parameters)
     loss_scale = LossScale(dict(model.named_parameters()), scaler)
     param_groups = fsdp_layout.param_groups(model)
     shard_ranks, replica_ranks = fsdp_layout.ranks_of_mesh(next(iter(param_groups.values())))
@@ -66,11 +65,14 @@ def make_engine(
                 "the ranks that share the parameters are on one node, where NCCL gathers them; leave `parameters` out"
             )
         own_row = shards.rank if sums_inside else None
-        units = fsdp_layout.make_units(model, param_groups, codec, parameter_codec, own_row)
+        units = fsdp_layout.make_units(model, param_groups, parameter_codec, own_row)
         _warn_of_old_optimizers(model)
-        build_kernels([codec] if parameter_codec is None else [codec, parameter_codec], units[0].device)
         layers = [layer for unit in units for layer in unit.layers]
-        plan = agree(layers, plan_of(units, dist.get_world_size()).to_json(), world.gather, str(parameters))
+        if plan is None:
+            plan = settings.first_plan(layers, dist.get_world_size(), DEFAULT_GROUP_BYTES)
+        plan = agree(layers, plan.to_json(), world.gather, str(parameters))
+        codecs = {*codecs_of(plan).values(), *([parameter_codec] if parameter_codec is not None else [])}
+        build_kernels(codecs, units[0].device)
         engine = ShardedEngine(
             units,
             plan,
@@ -150,41 +152,15 @@ def _connect(
         return connect(GatheredGroup(group=group, gather=gather, listeners=listeners), settings, lifeline)
 
 
-def _check(
-    plan: Plan | None, settings: Settings, parameters: CodecSpec | str | None
-) -> tuple[CodecSpec, CodecSpec | None]:
-    """Return the codec of gradients and that of parameters, None if they are not compressed."""
-    chosen = settings.chosen_policy
-    if plan is not None or not isinstance(chosen, Static):
-        given = "a plan" if plan is not None else f"policy {chosen!r}{settings.of_variable}"
+def _check(plan: Plan | None, settings: Settings, parameters: CodecSpec | str | None) -> CodecSpec | None:
+    """Return the codec of parameters, None if they are not compressed."""
+    if plan is None and settings.decides:
         raise ConfigError(
-            f"attach got an FSDP2 model and {given}; this version takes one codec for the whole model: give attach a "
-            f"`codec`, or CGXConfig policy='static' and a codec"
-        )
-    option = chosen.option
-    if option.intra is not Intra.FLAT:
-        raise ConfigError(
-            f"an FSDP2 model cannot use intra {chosen.intra!r}; shard within nodes and replicate between them"
-        )
-    if option.device == Device.CPU:
-        raise ConfigError("an FSDP2 model cannot use device 'cpu': its gradients are encoded where they are")
-    if chosen.period > 1:
-        raise ConfigError(
-            f"an FSDP2 model cannot use period {chosen.period}: each rank has only a shard of the parameters; give "
-            "period 1, or train a DistributedDataParallel"
+            f"attach got an FSDP2 model and policy {settings.chosen_policy!r}{settings.of_variable}, but nothing "
+            "decides for these models: give attach a `codec`, or CGXConfig policy='static' and a codec"
         )
     if settings.average_weights:
         raise ConfigError("weights of an FSDP2 model are not compared, so leave average_weights out")
-    if settings.overrides or settings.exclude:
-        raise ConfigError("an FSDP2 model takes one codec for the whole model; leave out overrides and exclude")
-    codec = option.codec
-    if not codec.record.is_reencoded:
-        raise ConfigError(
-            f"an FSDP2 model cannot use codec {codec}, which scheme sra does not carry; give one of "
-            f"{', '.join(sorted(CODECS_OF_SCHEME[Scheme.SRA]))}"
-        )
-    if option.scheme not in (Scheme.SRA, Scheme.DENSE):
-        raise ConfigError(f"an FSDP2 model cannot use scheme {option.scheme}; give 'sra', or leave scheme out")
     parameter_codec = CodecSpec.parse(parameters) if isinstance(parameters, str) else parameters
     if parameter_codec is not None and not parameter_codec.record.for_parameters:
         raise ConfigError(
@@ -192,4 +168,4 @@ def _check(
             "'qsgd:bits=8,rounding=nearest'"
         )
     process.check_first_model()
-    return codec, parameter_codec
+    return parameter_codec

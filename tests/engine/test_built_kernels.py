@@ -12,6 +12,7 @@ from support.ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
+from cgx_ray.engine import agreement
 from cgx_ray.engine import engine as module
 from cgx_ray.plan import CodecSpec, Lease
 
@@ -24,7 +25,8 @@ class _Builds:
         self.known: list[list[int]] = []
         self.attachment: cgx_ray.Attachment | None = None
         self.error: Exception | None = None
-        patch.setattr(module, "build_kernels", self._build)
+        for one in (module, agreement):
+            patch.setattr(one, "build_kernels", self._build)
 
     def _build(self, specs: Iterable[CodecSpec], device: torch.device) -> None:
         self.codecs.append(sorted({spec.name for spec in specs}))

@@ -207,7 +207,7 @@ def _attach_wrong(rank: int, case: str) -> str:
         ("twice", "attach once per model"),
         ("codec", "cannot use codec topk:density=0.01, which scheme sra does not carry; give one of bf16, "),
         ("scheme", "cannot use scheme ring; give 'sra', or leave scheme out"),
-        ("plan", "this version takes one codec for the whole model"),
+        ("plan", "plan 0 covers 0 layers, the model has 8"),
         ("average_weights", "not compared, so leave average_weights out"),
         ("parameters", "allowed: none, fp16, bf16, qsgd"),
         ("parameters of one rank", "different `parameters`"),
@@ -283,7 +283,7 @@ def test_states_and_plans_that_do_not_fit_are_refused() -> None:
     foreign, momentum, plan = run_ranks(2, _bad_states)[0]
     assert "residuals of 3 elements for layer 'other', of which ef_signsgd over sra remembers" in foreign
     assert "momentum of 4323 elements" in momentum
-    assert "plan of an FSDP2 model cannot change" in plan
+    assert "plan 1 covers 0 layers" in plan
 
 
 def _alone(rank: int) -> bool:

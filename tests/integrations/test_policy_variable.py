@@ -116,7 +116,7 @@ def test_off_is_plain_ddp_and_its_calls_work_and_others_overrule_a_plan(tmp_path
     differ, sharded = refused[0]
     assert "ranks were given different settings: rank 1 has policy=Adaptive(" in differ
     assert "which the environment variable CGX_POLICY replaces where it is set; give every rank the same" in differ
-    assert "FSDP2 models keep one codec" in sharded
+    assert "nothing is decided for FSDP2 models" in sharded
     assert "(CGX_POLICY=adaptive is set, which replaces other policies; unset it)" in sharded
 
 

@@ -90,11 +90,10 @@ def ranks_of_mesh(group: FSDPParamGroup) -> tuple[tuple[int, ...], tuple[int, ..
 def make_units(
     model: nn.Module,
     groups: Mapping[str, FSDPParamGroup],
-    codec: CodecSpec,
     parameter_codec: CodecSpec | None,
     own_row: int | None,
 ) -> list[Unit]:
-    """Return one unit per group, in order. `own_row`: as of a `Unit`.
+    """Return one unit per group, in order, whose gradients have no codecs yet. `own_row`: as of a `Unit`.
 
     Raises ConfigError if parameters are to be encoded and FSDP2 gathers some after forward over other ranks.
     """
@@ -117,5 +116,5 @@ def make_units(
             for parameter in group.fsdp_params
         ]
         num_ranks = len(ranks_of_mesh(group)[0])
-        units.append(Unit(index, module or ROOT, layers, num_ranks, codec, parameter_codec, group.device, own_row))
+        units.append(Unit(index, module or ROOT, layers, num_ranks, parameter_codec, group.device, own_row))
     return units

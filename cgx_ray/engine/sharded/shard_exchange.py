@@ -5,6 +5,8 @@ R ranks that share the parameters, T elements of a module's shard, S of them in 
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch
 from torch import Tensor
 
@@ -48,7 +50,7 @@ class ShardExchange:
         self._seed = seed
         # Per part that replicas average: the exchange, and a buffer for what it drops. The buffer is never added to a
         # later exchange: the residuals of the part are.
-        self._averaging: dict[int, tuple[Sra, Memory | None]] = {}
+        self._averaging: WeakKeyDictionary[Part, tuple[Sra, Memory | None]] = WeakKeyDictionary()
         # Whether the reduce-scatter of a unit averages; where FSDP2 makes it, as the all-reduce does.
         self._averages: dict[str, bool] = {}
 
@@ -164,11 +166,11 @@ class ShardExchange:
         return Stamp(plan_version=self.plan_version, step=self.step, group=part.index, codec=name, phase=phase)
 
     def _averaging_of(self, part: Part) -> tuple[Sra, Memory | None]:
-        if part.index not in self._averaging:
+        if part not in self._averaging:
             assert self._replicas is not None
             memory = part.codec.new_memory(part.width, part.codec.device) if part.memory is not None else None
-            self._averaging[part.index] = Sra(part.codec, part.width, self._replicas), memory
-        return self._averaging[part.index]
+            self._averaging[part] = Sra(part.codec, part.width, self._replicas), memory
+        return self._averaging[part]
 
 
 def _check_width(rows_RT: Tensor, width: int) -> None:

@@ -28,8 +28,9 @@ class ShardMemory:
         shards           connects the ranks that share the parameters
         judged_together  as `LossScale.judged_together`
         """
-        self._parts = [part for unit in units for part in unit.gradients]
-        self._is_needed = any(part.memory is not None for part in self._parts)
+        # No plan changes these.
+        self._parts = [part for unit in units for part in unit.gradients if part.memory is not None]
+        self._is_needed = bool(self._parts)
         self._shards = shards
         self._judged_together = judged_together
         # Scale of the gradients that the residuals were made from.

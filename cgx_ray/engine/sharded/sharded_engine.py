@@ -17,15 +17,16 @@ from torch import Tensor
 
 from cgx_ray.codecs.codec import RESIDUALS
 from cgx_ray.collectives import Transport
+from cgx_ray.engine.agreement import Agreement, HeldPlans, build_for
 from cgx_ray.engine.loss_scale import Scales
 from cgx_ray.engine.sharded.shard_exchange import ShardExchange
 from cgx_ray.engine.sharded.shard_memory import ShardMemory
-from cgx_ray.engine.sharded.shards import Unit
+from cgx_ray.engine.sharded.shards import Unit, check_plan, codecs_of
 from cgx_ray.engine.step import PauseWatch
 from cgx_ray.engine.step_sample import sample_of_shards
 from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.engine.thread import CLOSE_S, WorkThread, follow_num_threads, noting_more, overdue_at_close
-from cgx_ray.errors import CGXError, ConfigError, PlanError
+from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.monitors.sample import StepSample
 from cgx_ray.plan import NONE, Plan
 from cgx_ray.runtime_ext.streams import Mark, streams_of
@@ -54,13 +55,18 @@ class ShardedEngine:
     ) -> None:
         """Start the thread.
 
+        plan      of whose groups only the codecs count: layers of a unit travel together
         rank      in the whole run, for messages and samples
         shards    connects the ranks that share the parameters
         replicas  connects the ranks that hold the same shard; None if this rank alone holds it
         judged_together  as `LossScale.judged_together`
         sums_inside      True if FSDP2 itself reduce-scatters gradients, and only those between replicas are compressed
+
+        Raises PlanError if a sharded model cannot have `plan`.
         """
-        self.plan = plan
+        check_plan(plan, units)
+        self.plan, self._units = plan, units
+        self._choose(plan)
         self._streams = streams_of(units[0].device)
         self.telemetry = Telemetry(rank)
         self._rank = rank
@@ -71,6 +77,8 @@ class ShardedEngine:
         self.parameter_codec = next((codec for codec in codecs if codec != NONE), NONE if codecs else None)
         self._exchange = ShardExchange(shards, replicas, plan.version, seed, sums_inside=sums_inside)
         self._memory = ShardMemory(units, shards, judged_together)
+        self._minima = _GridMinima(rank, shards, replicas)
+        self._agreement, self._held = Agreement(self._minima), HeldPlans()
         self._failure: CGXError | None = None
         # Units reduced in the step under way.
         self._ran: list[Unit] = []
@@ -139,8 +147,14 @@ class ShardedEngine:
         self._waited_s += time.perf_counter() - start
 
     def hold(self, plan: Plan) -> None:
-        """Raise PlanError: a sharded model keeps its first plan."""
-        raise PlanError("the plan of an FSDP2 model cannot change; attach with another codec in the next run")
+        """Offer a plan. It takes effect at the same step on all ranks, once all of them hold it, see `Engine.hold`.
+
+        Also raises PlanError for what `check_plan` refuses.
+        """
+        plan.check([layer for unit in self._units for layer in unit.layers], self._minima.world_size)
+        check_plan(plan, self._units)
+        build_for(plan, set(codecs_of(plan).values()), self._units[0].device)
+        self._held.add(plan, self.plan)
 
     @property
     def dense_share(self) -> float:
@@ -241,8 +255,24 @@ class ShardedEngine:
         if not self._ran:
             self._first_s = time.perf_counter()
             self._memory.settle()
+            self._follow_plan()
         self._memory.follow_scale(scales, is_first=not self._ran)
         self._ran.append(unit)
+
+    def _follow_plan(self) -> None:
+        """Enter a plan if all ranks hold it, and tell them which ones this rank holds."""
+        version, _ = self._agreement.settle() or (self.plan.version, 0)
+        if version > self.plan.version:
+            self.plan = self._held.take(version)
+            self._exchange.plan_version = version
+            self._choose(self.plan)
+        # Scales of gradients are compared where they are used.
+        self._agreement.post(step=self.step, in_force=self.plan, held=self._held)
+
+    def _choose(self, plan: Plan) -> None:
+        codecs = codecs_of(plan)
+        for unit in self._units:
+            unit.choose(codecs)
 
     def _all_reduce(
         self, unit: Unit, shard_T: Tensor, is_average: bool, scales: Scales, delivered: Callable[[Tensor], Tensor]
@@ -260,6 +290,7 @@ class ShardedEngine:
         if not self._ran:
             return
         self._memory.end_step(self._ran)
+        self._minima.relay()
         now = time.perf_counter()
         with self.telemetry.optional("times and bytes", self.step):
             # Replicas send their own shards only.
@@ -292,6 +323,38 @@ class ShardedEngine:
             self.telemetry.note_fault(failure, self.step)
         self._failure = failure
         return failure
+
+
+class _GridMinima:
+    """Minima over all ranks: first over those that share the parameters, then over those that hold the same shard."""
+
+    def __init__(self, rank: int, shards: Transport, replicas: Transport | None) -> None:
+        self.rank = rank
+        self.world_size = shards.world_size * (replicas.world_size if replicas is not None else 1)
+        self._shards, self._replicas = shards, replicas
+        self._first: Callable[[], Tensor] | None = None
+        self._second: Callable[[], Tensor] | None = None
+
+    def start_minimum(self, values_K: Tensor) -> Callable[[], Tensor]:
+        """See `Transport.start_minimum`. One at a time."""
+        self._first = _started(self._shards, values_K)
+        return self._finish
+
+    def relay(self) -> None:
+        """Begin with replicas, once the ranks that share the parameters are done. `_finish` does else."""
+        if self._first is not None:
+            found_K, self._first = self._first(), None
+            self._second = _started(self._replicas, found_K) if self._replicas is not None else lambda: found_K
+
+    def _finish(self) -> Tensor:
+        self.relay()
+        assert self._second is not None
+        return self._second()
+
+
+def _started(transport: Transport, values_K: Tensor) -> Callable[[], Tensor]:
+    with transport.reporting("the agreement"):
+        return transport.start_minimum(values_K)
 
 
 def _as_it_is(average_T: Tensor) -> Tensor:

@@ -15,7 +15,12 @@ from torch import Tensor
 
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.codec import HOST, RESIDUALS
-from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer, Option, Plan, Scheme
+from cgx_ray.errors import PlanError
+from cgx_ray.plan import CODECS_OF_SCHEME, NONE, CodecSpec, Device, Intra, Layer, Option, Plan, Scheme
+
+# Codecs that the layers of one unit may have. Their parts are numbered from an even multiple of this, and those of its
+# parameters from the next odd one.
+MAX_CODECS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +175,7 @@ class Part:
 class Unit:
     """The parameters that FSDP2 reduces and gathers in one call: those of a module, except those of units inside it.
 
-    gradients   parts of a reduce-scatter's rows, which hold the trained layers
+    gradients   parts of a reduce-scatter's rows, which hold the trained layers, by `choose`
     widths      elements of a shard of each trained layer
     parameters  parts of an all-gather's rows, which hold all layers; empty if FSDP2 gathers them itself
     """
@@ -181,7 +186,6 @@ class Unit:
         name: str,
         layers: Sequence[ShardedLayer],
         num_ranks: int,
-        codec: CodecSpec,
         parameter_codec: CodecSpec | None,
         device: torch.device = HOST,
         own_row: int | None = None,
@@ -189,59 +193,102 @@ class Unit:
         """`device`: where FSDP2 computes, and this rank encodes. `own_row`: as of a `Part`, for gradients."""
         self.device = device
         self.name = name
-        self.layers = [layer.layer for layer in layers if layer.is_trained]
-        trained = [layer for layer in layers if layer.is_trained]
-        self.gradients = _split(4 * index, trained, codec, num_ranks, device, own_row, feeds_back=True)
-        self.parameters = []
+        self.gradients: list[Part] = []
+        self.parameters: list[Part] = []
+        self._index, self._num_ranks, self._own_row = 2 * index * MAX_CODECS, num_ranks, own_row
+        self._trained = trained = [layer for layer in layers if layer.is_trained]
+        self.layers = [layer.layer for layer in trained]
         if parameter_codec is not None:
             # Encoding does not change the shards themselves, so errors do not add up and need no residuals.
-            self.parameters = _split(4 * index + 2, layers, parameter_codec, num_ranks, device, None, feeds_back=False)
+            codecs = [NONE if layer.layer.is_small else parameter_codec for layer in layers]
+            self.parameters = _split(self._index + MAX_CODECS, layers, codecs, num_ranks, device)
         self.widths = [layer.width for layer in trained]
         self.gradient_width = sum(self.widths)
         self.parameter_width = sum(layer.width for layer in layers)
         self.dense_bytes = sum(layer.layer.dense_bytes for layer in trained)
 
+    def choose(self, codecs: Mapping[str, CodecSpec]) -> None:
+        """Encode each trained layer by its codec, by name, from now on.
+
+        Parts that stay as they are keep their residuals. `check_plan` has refused codecs that would lose some.
+        """
+        chosen = [codecs[layer.name] for layer in self.layers]
+        self.gradients = _split(
+            self._index, self._trained, chosen, self._num_ranks, self.device, self._own_row, self.gradients
+        )
+
 
 def _split(
     index: int,
     layers: Sequence[ShardedLayer],
-    codec: CodecSpec,
+    codecs: Sequence[CodecSpec],
     num_ranks: int,
     device: torch.device,
-    own_row: int | None,
-    *,
-    feeds_back: bool,
+    own_row: int | None = None,
+    before: Sequence[Part] | None = None,
 ) -> list[Part]:
-    """Return the parts of a unit: one for large layers, which are encoded, and one for small layers, which are not."""
+    """Return the parts of a unit, one per codec. `before`: of gradients, which feed back; equal ones stay."""
     offsets = [0, *itertools.accumulate(layer.width for layer in layers)][: len(layers)]
     parts = []
-    for is_small, spec in ((False, codec), (True, NONE)):
-        chosen = [n for n, layer in enumerate(layers) if (layer.layer.is_small and codec != NONE) is is_small]
-        if chosen:
-            own_layers, own_offsets = [layers[n] for n in chosen], [offsets[n] for n in chosen]
-            parts.append(
-                Part(
-                    index + is_small,
-                    spec,
-                    own_layers,
-                    own_offsets,
-                    num_ranks,
-                    feeds_back=feeds_back,
-                    device=device,
-                    own_row=own_row,
-                )
+    for place, spec in enumerate(dict.fromkeys(codecs)):
+        chosen = [n for n, codec in enumerate(codecs) if codec == spec]
+        own_layers, own_offsets = [layers[n] for n in chosen], [offsets[n] for n in chosen]
+        part = next((one for one in before or () if one.codec.spec == spec and one.layers == own_layers), None)
+        if part is None:
+            feeds_back = before is not None
+            part = Part(
+                index, spec, own_layers, own_offsets, num_ranks, feeds_back=feeds_back, device=device, own_row=own_row
             )
+        part.index = index + place
+        parts.append(part)
     return parts
 
 
-def plan_of(units: Sequence[Unit], world_size: int) -> Plan:
-    """Return the plan of a sharded model: one group per part."""
-    groups = [
-        GroupPlan(
-            layers=tuple(layer.layer.name for layer in part.layers),
-            option=Option(codec=part.codec.spec, scheme=Scheme.DENSE if part.codec.spec == NONE else Scheme.SRA),
+def check_plan(plan: Plan, units: Sequence[Unit]) -> None:
+    """Raise PlanError if a sharded model, whose layers `plan` has, cannot have it after the one in force."""
+    if plan.lease is not None:
+        check_plan(plan.lease.fallback, units)
+    if plan.period > 1:
+        raise PlanError(
+            f"an FSDP2 model cannot use period {plan.period}: each rank has only a shard of the parameters; give "
+            "period 1, or train a DistributedDataParallel"
         )
-        for unit in units
-        for part in unit.gradients
-    ]
-    return Plan(version=0, world_size=world_size, groups=tuple(groups))
+    for option in dict.fromkeys(group.option for group in plan.groups):
+        _check_option(option)
+    codecs = codecs_of(plan)
+    for unit in units:
+        used = {codecs[layer.name] for layer in unit.layers}
+        if len(used) > MAX_CODECS:
+            raise PlanError(f"module {unit.name!r} has {len(used)} codecs in one plan; give at most {MAX_CODECS}")
+        for part in unit.gradients:
+            for layer in part.layers:
+                _check_change(layer.layer.name, part.codec.spec, codecs[layer.layer.name])
+
+
+def _check_option(option: Option) -> None:
+    if option.intra is not Intra.FLAT:
+        raise PlanError(
+            f"an FSDP2 model cannot use intra '{option.intra}'; shard within nodes and replicate between them"
+        )
+    if option.device == Device.CPU:
+        raise PlanError("an FSDP2 model cannot use device 'cpu': its gradients are encoded where they are")
+    if not option.codec.record.is_reencoded:
+        raise PlanError(
+            f"an FSDP2 model cannot use codec {option.codec}, which scheme sra does not carry; give one of "
+            f"{', '.join(sorted(CODECS_OF_SCHEME[Scheme.SRA]))}"
+        )
+    if option.scheme not in (Scheme.SRA, Scheme.DENSE):
+        raise PlanError(f"an FSDP2 model cannot use scheme {option.scheme}; give 'sra', or leave scheme out")
+
+
+def _check_change(layer: str, before: CodecSpec, after: CodecSpec) -> None:
+    if before != after and (before.record.feeds_back(before) or after.record.feeds_back(after)):
+        raise PlanError(
+            f"layer {layer!r} of an FSDP2 model cannot go from codec {before} to {after} during a run, as one of them "
+            "has error feedback; change between codecs without it, or attach with the other codec"
+        )
+
+
+def codecs_of(plan: Plan) -> dict[str, CodecSpec]:
+    """Return the codec of each layer."""
+    return {name: group.option.codec for group in plan.groups for name in group.layers}

@@ -21,8 +21,8 @@ from cgx_ray.collectives import Transport
 from cgx_ray.collectives.transport.tcp import connect_mesh
 from cgx_ray.engine.sharded import sharded_engine
 from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
-from cgx_ray.engine.sharded.shards import ShardedLayer, Unit, plan_of
-from cgx_ray.plan import CodecSpec, Layer
+from cgx_ray.engine.sharded.shards import ShardedLayer, Unit
+from cgx_ray.plan import CodecSpec, Layer, make_plan
 
 TIMEOUT_S = 30.0
 STEPS = 3
@@ -32,7 +32,7 @@ SHAPES = [((12, 300), (6, 10), (18, 130)), ((24, 70), (6, 500))]
 PARAMETERS = CodecSpec.parse("qsgd:bits=8,rounding=nearest")
 
 
-def _units(codec: str, num_ranks: int, device: torch.device) -> list[Unit]:
+def _units(num_ranks: int, device: torch.device) -> list[Unit]:
     units = []
     for index, shapes in enumerate(SHAPES):
         layers = [
@@ -44,7 +44,7 @@ def _units(codec: str, num_ranks: int, device: torch.device) -> list[Unit]:
             )
             for place, (rows, columns) in enumerate(shapes)
         ]
-        units.append(Unit(index, f"module{index}", layers, num_ranks, CodecSpec.parse(codec), PARAMETERS, device))
+        units.append(Unit(index, f"module{index}", layers, num_ranks, PARAMETERS, device))
     return units
 
 
@@ -73,10 +73,11 @@ class _Training:
         group = dist.group.WORLD
         assert group is not None
         transport = Transport(group, mesh=connect_mesh(group, TIMEOUT_S, shared_memory=False), timeout_s=TIMEOUT_S)
-        self.units = _units(codec, transport.world_size, torch.device("cpu") if device is None else DEVICE)
-        self.engine = ShardedEngine(
-            self.units, plan_of(self.units, transport.world_size), rank, transport, self._replicas()
-        )
+        self.units = _units(transport.world_size, torch.device("cpu") if device is None else DEVICE)
+        layers = [layer for unit in self.units for layer in unit.layers]
+        # The replicas are the same ranks once more.
+        plan = make_plan(layers, version=0, world_size=transport.world_size, codec=codec, scheme="sra")
+        self.engine = ShardedEngine(self.units, plan, rank, transport, self._replicas())
         self._num_ranks = transport.world_size
         self._device = device
         self._random = torch.Generator().manual_seed(rank)

@@ -1,0 +1,159 @@
+"""Plans of FSDP2 and HSDP models: layer rules, plans that change during a run, and those that are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from support.branches import Branches
+from support.ranks import run_cases, run_ranks
+from support.sharded import (
+    backward,
+    gradients_of,
+    largest_difference,
+    make_mesh,
+    shard,
+    sum_inside,
+    train,
+    weights_of,
+)
+
+import cgx_ray
+from cgx_ray.plan import Lease, Plan, make_plan
+
+LAYERS = cgx_ray.layers_of(Branches())
+WEIGHTS = ("first.weight", "left.weight", "right.weight")
+
+
+def _plan(version: int, num_ranks: int, codec: str = "none") -> Plan:
+    return make_plan(LAYERS, version=version, world_size=num_ranks, codec=codec)
+
+
+def _switch(rank: int, num_ranks: int, num_replicas: int, *, sums_inside: bool) -> tuple[list[int], list[int], float]:
+    """Return the plan in force and the bytes sent by step, and how far the last weights are from plain FSDP2's.
+
+    Rank r gets the plan, which is dense, before step r + 1. Plain FSDP2 starts from the weights of the first such step.
+    """
+    if sums_inside:
+        sum_inside()
+    mesh = make_mesh(num_replicas)
+    ours, plain = shard(Branches(), mesh), shard(Branches(), mesh)
+    attachment = cgx_ray.attach(ours, codec="qsgd:bits=4")
+    num_steps, weights = num_ranks + 5, []
+    for step in range(num_steps):
+        if step == rank + 1:
+            attachment.hold(_plan(1, num_ranks))
+        weights.append({name: value.clone() for name, value in ours.state_dict().items()})
+        train(ours, rank, range(step, step + 1))
+    samples = attachment.take_samples()
+    versions = [sample.plan_version for sample in samples]
+    assert attachment.plan is not None
+    assert (attachment.plan.version, attachment.plan.describe()) == (1, "dense")
+    attachment.close()
+    first = versions.index(1)
+    plain.load_state_dict(weights[first])
+    different = largest_difference(weights_of(ours), train(plain, rank, range(first, num_steps)))
+    return versions, [sample.wire_bytes for sample in samples], different
+
+
+@pytest.mark.parametrize(("num_ranks", "num_replicas", "sums_inside"), [(2, 1, False), (4, 2, False), (4, 2, True)])
+def test_a_plan_takes_effect_at_the_same_step_on_all_ranks(
+    num_ranks: int, num_replicas: int, sums_inside: bool
+) -> None:
+    results = run_ranks(num_ranks, partial(_switch, sums_inside=sums_inside), num_ranks, num_replicas)
+    versions, num_bytes, _ = results[0]
+    # The step after the one that began when all ranks had it.
+    assert versions == [0] * (num_ranks + 1) + [1] * 4
+    for own, _, different in results:
+        assert own == versions
+        # In float32, of two summands in any order.
+        assert different == 0 if num_replicas == 1 or sums_inside else different < 1e-6
+    assert min(num_bytes[num_ranks + 1 :]) > 1.5 * max(num_bytes[: num_ranks + 1])
+
+
+def _leased(rank: int) -> list[int]:
+    model = shard(Branches(), make_mesh())
+    attachment = cgx_ray.attach(model, codec="qsgd:bits=4")
+    attachment.hold(replace(_plan(1, 2), lease=Lease(last_step=5, fallback=_plan(2, 2, "qsgd:bits=4"))))
+    train(model, rank, range(8))
+    versions = [sample.plan_version for sample in attachment.take_samples()]
+    attachment.close()
+    return versions
+
+
+def test_a_plan_with_a_lease_gives_way_to_the_one_before() -> None:
+    first, second = run_ranks(2, _leased)
+    assert first == second
+    assert first == [0, *[1] * 6, 2]
+
+
+def _with_rules(rank: int, attach: Callable[..., cgx_ray.Attachment]) -> tuple[dict[str, str], list[str]]:
+    """Return the codecs by layer, and the layers whose gradients are those of plain FSDP2."""
+    ours, plain = shard(Branches(), make_mesh()), shard(Branches(), make_mesh())
+    attachment = attach(ours)
+    for model in (ours, plain):
+        backward(model, rank, 0)
+    attachment.close()
+    plan = attachment.plan
+    assert plan is not None
+    codecs = {name: str(group.option.codec) for group in plan.groups for name in group.layers}
+    found, expected = gradients_of(ours), gradients_of(plain)
+    return codecs, [name for name in WEIGHTS if torch.equal(found[name], expected[name])]
+
+
+def _by_rules(model: torch.nn.Module) -> cgx_ray.Attachment:
+    return cgx_ray.attach(model, codec="qsgd:bits=4", exclude=("left*",), overrides={"right.weight": "qsgd:bits=8"})
+
+
+def _by_plan(model: torch.nn.Module) -> cgx_ray.Attachment:
+    rules = {"left*": "none", "right.weight": "qsgd:bits=8"}
+    plan = make_plan(LAYERS, version=0, world_size=2, codec="qsgd:bits=4", overrides=rules)
+    return cgx_ray.attach(model, plan=plan)
+
+
+def test_layers_have_the_codecs_of_rules_and_of_a_given_plan() -> None:
+    for results in run_cases(2, [partial(_with_rules, attach=attach) for attach in (_by_rules, _by_plan)]):
+        for codecs, untouched in results:
+            assert [codecs[name].split(",")[0] for name in WEIGHTS] == ["qsgd:bits=4", "none", "qsgd:bits=8"]
+            assert codecs["norm.weight"] == "none"
+            assert untouched == ["left.weight"]
+
+
+REFUSED = {
+    "period 4: each rank has only a shard": replace(_plan(1, 2), period=4),
+    "cannot use scheme ring; give 'sra'": make_plan(LAYERS, version=1, world_size=2, codec="qsgd", scheme="ring"),
+    "cannot use intra 'dense'; shard within nodes": make_plan(
+        LAYERS, version=1, world_size=2, codec="qsgd", scheme="sra", intra="dense"
+    ),
+    "device 'cpu': its gradients are encoded where they are": make_plan(
+        LAYERS, version=1, world_size=2, codec="qsgd", device="cpu"
+    ),
+    "cannot use codec topk:density=0.01, which scheme sra does not carry": _plan(1, 2, "topk:density=0.01"),
+    "cannot go from codec qsgd:bits=4,bucket_size=128 to ef_signsgd:bucket_size=1024": _plan(1, 2, "ef_signsgd"),
+    "this run has 2; make a new plan": _plan(1, 3),
+    "plan 0 is not newer than plan 0": _plan(0, 2),
+}
+
+
+def _refused(rank: int) -> tuple[list[str], int]:
+    model = shard(Branches(), make_mesh())
+    attachment = cgx_ray.attach(model, codec="qsgd:bits=4")
+    said = []
+    for plan in REFUSED.values():
+        with pytest.raises(cgx_ray.PlanError) as caught:
+            attachment.hold(plan)
+        said.append(str(caught.value))
+    train(model, rank, range(3))
+    attachment.close()
+    assert attachment.plan is not None
+    return said, attachment.plan.version
+
+
+def test_a_plan_that_does_not_fit_is_refused_and_the_old_one_stays() -> None:
+    for said, version in run_ranks(2, _refused):
+        assert version == 0
+        for message, found in zip(REFUSED, said, strict=True):
+            assert message in found, found
