@@ -16,6 +16,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.report.live_view import broken_note
 from cgx_ray.report.record import RunRecord, load_run
 from cgx_ray.report.run_facts import (
+    SpeedUp,
     counted_steps,
     dense_of,
     last_loss,
@@ -102,6 +103,34 @@ def verdict(record: RunRecord, dense: RunRecord | None) -> str:
     return totals_of(record).verdict(_beside(record, dense)) if record.has_journal else ""
 
 
+def speed_up(record: RunRecord, dense: RunRecord | None) -> SpeedUp | None:
+    """Return the speed-up of all steps against dense ones: of the run `dense`, else of the run itself.
+
+    The time between steps is in neither side.
+    """
+    totals, beside = totals_of(record), _beside(record, dense)
+    if dense is not None and beside is not None:
+        step_s, dense_s = beside
+        same = sum(span.num_steps for span in spans(record)) == sum(span.num_steps for span in spans(dense))
+        note = "" if same else "; the two did not train the same number of steps"
+        known_by = f"measured: the mean step of the run {dense.name!r} took {dense_s:.3g} s{note}"
+        return SpeedUp(ratio=dense_s / step_s, dense_s=dense_s, is_predicted=False, known_by=known_by)
+    if totals.speed_up is None:
+        return None
+    known_by = "measured: all steps were dense"
+    if totals.is_predicted:
+        known_by = "predicted by the model of the measured link, so no speed-up is named"
+    elif totals.in_dense_s < totals.steps_s:
+        known_by = "measured: against dense steps of this run"
+    mean_s = mean_step_s(spans(record))
+    return SpeedUp(
+        ratio=totals.speed_up,
+        dense_s=mean_s * totals.speed_up if mean_s is not None else None,
+        is_predicted=totals.is_predicted,
+        known_by=known_by,
+    )
+
+
 def _beside(record: RunRecord, dense: RunRecord | None) -> tuple[float, float] | None:
     """Return the mean seconds of a step of both, None without `dense`."""
     if dense is None or dense is record:
@@ -112,22 +141,20 @@ def _beside(record: RunRecord, dense: RunRecord | None) -> tuple[float, float] |
 
 def describe_run(record: RunRecord, dense: RunRecord | None = None) -> dict[str, Any]:
     """Return the run for JSON. `dense`: a run without compression beside it."""
-    totals, beside, found = totals_of(record), _beside(record, dense), spans(record)
+    totals, found, gained = totals_of(record), spans(record), speed_up(record, dense)
     errors = prediction_errors(record)
-    speed_up = beside[1] / beside[0] if beside is not None else totals.speed_up
-    step_s = mean_step_s(found)
     return {
         "name": record.name,
-        "verdict": totals.verdict(beside) if record.has_journal else None,
+        "verdict": verdict(record, dense) if record.has_journal else None,
         "plan": totals.plan if record.has_journal else None,
         "since_step": totals.since if record.has_journal else None,
         "num_steps": sum(span.num_steps for span in found),
         "counted_steps": counted_steps(record),
         "left_out_steps": left_out_steps(record),
-        "step_s": step_s,
-        "dense_step_s": step_s * speed_up if step_s is not None and speed_up is not None else None,
-        "speed_up": speed_up,
-        "is_predicted": beside is None and totals.is_predicted,
+        "step_s": mean_step_s(found),
+        "dense_step_s": gained.dense_s if gained is not None else None,
+        "speed_up": gained.ratio if gained is not None else None,
+        "is_predicted": gained is not None and gained.is_predicted,
         "expected_loss": totals.expected_loss,
         "loss": last_loss(record),
         "validation_loss": record.end["validation_loss"] if record.end is not None else None,
@@ -146,7 +173,7 @@ def write_page(path: Path, title: str, records: Sequence[RunRecord], *, usd_per_
     from cgx_ray.commands.plan.decision_steps import decision_steps  # noqa: PLC0415 - the extra plots
     from cgx_ray.report.run_page import Extras, report_page  # noqa: PLC0415
 
-    extras = Extras(usd_per_hour=usd_per_hour, timelines=decision_steps, verdict=verdict)
+    extras = Extras(usd_per_hour=usd_per_hour, timelines=decision_steps, verdict=verdict, speed_up=speed_up)
     with whole_file(path) as new:
         new.write_text(report_page(title, records, extras), encoding="utf-8")
 

@@ -44,9 +44,15 @@ class StepSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedUp:
-    """Ratio of a dense step's seconds to the run's, and how it is known, in words."""
+    """Ratio of a dense step's seconds to the run's. A predicted one may be far off, and no reader is shown it.
+
+    dense_s   mean seconds of a dense step, None if the run's own are unknown
+    known_by  how dense steps are known, in words
+    """
 
     ratio: float
+    dense_s: float | None
+    is_predicted: bool
     known_by: str
 
 
@@ -197,38 +203,6 @@ def density_and_bits(options: Mapping[str, Mapping[str, Any]]) -> tuple[float, f
         return None
     density = sum(option["numel"] * option["density"] for option in counts) / numel
     return density, 8 * sum(option["wire_bytes"] for option in counts) / numel
-
-
-def speed_up(record: RunRecord, dense: RunRecord | None) -> SpeedUp | None:
-    """Return the speed-up of all steps against dense gradients: against the run `dense`, else as the controller knew.
-
-    The time between steps is in neither side.
-    """
-    found = spans(record)
-    if dense is not None and dense is not record:
-        others = spans(dense)
-        step_s, dense_s = mean_step_s(found), mean_step_s(others)
-        if dense_s is not None and step_s:
-            same = sum(span.num_steps for span in found) == sum(span.num_steps for span in others)
-            note = "" if same else "; the two did not train the same number of steps"
-            return SpeedUp(
-                ratio=dense_s / step_s,
-                known_by=f"measured: the mean step of the run {dense.name!r} took {dense_s:.3g} s{note}",
-            )
-    known = [span for span in _progress(record) if span.speed_up is not None]
-    if not steps_s(known):
-        return None
-    plans = options_by_version(record)
-    num_dense = sum(span.num_steps for span in known if list(options_of(span.version, plans)) == ["dense"])
-    if num_dense == sum(span.num_steps for span in known):
-        known_by = "measured: all steps were dense"
-    else:
-        known_by = (
-            "predicted: dense steps by the model of the measured link, corrected by "
-            f"{num_dense} steps that were measured with dense gradients in this run"
-        )
-    dense_s = sum(span.num_steps * span.step_s * (span.speed_up or 1.0) for span in known)
-    return SpeedUp(ratio=dense_s / steps_s(known), known_by=known_by)
 
 
 def dense_of(records: Sequence[RunRecord]) -> RunRecord | None:

@@ -16,6 +16,7 @@ from support.browser import Browser, open_browser
 from support.control_runs import start
 
 from cgx_ray.cli import main
+from cgx_ray.commands.report import speed_up
 from cgx_ray.control.live_state import LiveState
 from cgx_ray.report.live_view import view_of_controller, view_of_record
 from cgx_ray.report.record import load_run
@@ -26,7 +27,6 @@ from cgx_ray.report.run_facts import (
     options_by_version,
     shares_by,
     spans,
-    speed_up,
     steps_s,
 )
 from cgx_ray.untrusted import printable
@@ -138,7 +138,7 @@ def test_a_run_is_explained_from_top_to_bottom(browser: Browser, run: Path, tmp_
     expected = ["my run", "Summary", "Over the run", "Decisions", "Steps before and after", "Plan at the end"]
     assert headings == expected
     assert "3 layers with 5 million parameters (float32), trained by 4 ranks" in text
-    assert "predicted: dense steps by the model of the measured link, corrected by" in text
+    assert "Dense steps are predicted by the model of the measured link, so no speed-up is named." in text
     assert "What to try next: " in text
     assert "cost so far" in text
     captions = browser.run("[...document.querySelectorAll('figcaption')].map(e => e.innerText)")

@@ -83,12 +83,26 @@ def test_a_static_run_is_reported_and_compared_with_predicted_dense_steps(tmp_pa
     first, _, found = report(keep(tmp_path, "qsgd"))
     assert found["is_predicted"]
     assert " per step on average; dense was not measured, and is predicted to take " in first
-    newest = f"newest steps {found['speed_up']:.2f}x as fast as predicted for dense"
-    assert view_of_record(load_run(tmp_path)).speed == newest
+    speed = view_of_record(load_run(tmp_path)).speed
+    assert speed == f"dense is predicted to take {found['dense_step_s']:.2g} s per step"
     assert f"{QSGD} from the first step on" in first
     # As the adaptive run measures it on the same network.
     adaptive = report(train(tmp_path / "adaptive", 0.1))[2]
     assert found["dense_step_s"] == pytest.approx(adaptive["dense_step_s"], rel=0.3)
+
+
+def test_a_predicted_speed_up_is_named_neither_on_the_page_nor_on_the_terminal(tmp_path: Path) -> None:
+    first, page, found = report(keep(tmp_path / "static", "qsgd"), "--price", "3")
+    assert "x faster than dense" not in first + page
+    assert f"<dt>dense step, predicted</dt><dd>{found['dense_step_s']:.3g} s</dd>" in page
+    assert "Dense steps are predicted by the model of the measured link, so no speed-up is named." in page
+    assert "<dt>with dense gradients, predicted</dt>" in page
+    assert "<dt>speed-up of the run</dt>" not in page
+    first, page, found = report(train(tmp_path / "adaptive", 0.1), "--price", "3")
+    assert f"{found['speed_up']:.2g}x faster than dense" in first
+    assert f"<dt>speed-up of the run</dt><dd>{found['speed_up']:.2f}x</dd>" in page
+    assert "The speed-up is measured: against dense steps of this run." in page
+    assert "<dt>with dense gradients</dt>" in page
 
 
 def test_a_plan_counts_from_its_first_step_on(tmp_path: Path) -> None:
