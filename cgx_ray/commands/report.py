@@ -95,6 +95,11 @@ def totals_of(record: RunRecord) -> RunTotals:
     totals = RunTotals()
     for line in sorted((*record.starts, *record.decisions, *record.progress), key=lambda line: line["time"]):
         totals.add_line(line)
+    # Where the journal ends before the run, its steps show the plan.
+    reported = record.progress[-1]["step"] if record.progress else -1
+    for step in record.steps:
+        if step.step > reported and step.plan_version is not None:
+            totals.add_version(step.step, step.plan_version)
     return totals
 
 

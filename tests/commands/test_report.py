@@ -244,7 +244,8 @@ def test_the_report_draws_a_run_that_still_trains(runs, tmp_path):
     done = CliRunner().invoke(main, ["report", str(adaptive.run_dir), "--plot", str(picture), "--html", str(page)])
     assert done.exit_code == 0, done.output
     verdict, cut, said = done.output.splitlines()
-    assert verdict == "cgx_ray: 0 steps under dense; how fast dense would be is not known."
+    plan = "qsgd:bits=4,bucket_size=128 over sra"
+    assert verdict == f"cgx_ray: 0 steps under {plan}; how fast dense would be is not known."
     assert cut.startswith(f"{adaptive.run_dir / 'decisions.jsonl'}: the last line is cut, and left out: ")
     assert cut in page.read_text()
     assert said == f"2 decisions, 1 for another plan; picture: {picture}; report: {page}"
@@ -368,6 +369,14 @@ def test_the_report_of_a_demo_draws_its_adaptive_run_beside_the_dense_one(runs, 
     for name, color in (("dense", (0xD5, 0x5E, 0x00)), ("adaptive", (0x00, 0x72, 0xB2))):
         num_pixels = int((np.abs(pixels * 255 - color).max(axis=-1) < 2).sum())
         assert num_pixels > 1000, f"{num_pixels} pixels in the colour of {name}"
+
+
+def test_the_steps_show_the_plan_where_the_journal_ends_before_them(tmp_path):
+    for name, new_plan_at in (("dense", None), ("adaptive", HALF + 3)):
+        write_run(tmp_path, name, slow_s=3.0, new_plan_at=new_plan_at)
+    files = ["--plot", str(tmp_path / "x.png"), "--html", str(tmp_path / "x.html")]
+    verdict = CliRunner().invoke(main, ["report", str(tmp_path), *files]).output.splitlines()[0]
+    assert verdict.endswith("; qsgd:bits=4,bucket_size=128 over sra since step 23."), verdict
 
 
 def test_the_report_of_a_demo_without_its_dense_run_draws_the_adaptive_one(tmp_path):

@@ -139,13 +139,18 @@ class RunTotals:
             new = _InForce(plan["plan"], plan.get("expected_loss"), "expected_loss" in plan, is_trial)
             self._plans.setdefault(plan["version"], new)
 
-    def _add_progress(self, entry: Mapping[str, Any]) -> None:
-        num_steps, speed_up = entry["num_steps"], entry.get("speed_up")
-        seconds, plan = num_steps * entry["step_s"], plan_under(entry["version"], self._plans)
-        if self._decided is not None and entry["version"] >= self._decided[0]:
+    def add_version(self, step: int, version: int) -> _InForce | None:
+        """Take in that the ranks had the plan of this `version` from `step` on, and return the plan."""
+        plan = plan_under(version, self._plans)
+        if self._decided is not None and version >= self._decided[0]:
             self._decided = None
         if plan is not None and not plan.is_trial and plan.plan != self.plan:
-            self.plan, self.since = plan.plan, entry["step"] - num_steps + 1
+            self.plan, self.since = plan.plan, step
+        return plan
+
+    def _add_progress(self, entry: Mapping[str, Any]) -> None:
+        num_steps, speed_up = entry["num_steps"], entry.get("speed_up")
+        seconds, plan = num_steps * entry["step_s"], self.add_version(entry["step"] - num_steps + 1, entry["version"])
         self.num_all += num_steps
         self.all_s += seconds
         self.compute_s += num_steps * min(entry["compute_s"], entry["step_s"])
