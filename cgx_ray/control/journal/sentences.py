@@ -199,7 +199,7 @@ class RunTotals:
             ran = "was not measured"
             if self.num_in_dense:
                 ran = f"took {format_seconds(self.in_dense_s / self.num_in_dense)} where it ran"
-            said = f"{took} per step on average; {DENSE} {ran}, and is predicted to take {dense_took} on this network"
+            said = f"{took} per step on average; {DENSE} {ran}, and is predicted to take {dense_took} over the whole run"
             return "; ".join([said, *self._about_plan()])
         digits = ".2f" if ratio < 1.1 else ".2g" if ratio < 9.95 else ".0f"
         said = f"{ratio:{digits}}x faster than {DENSE}"
@@ -232,17 +232,15 @@ class RunTotals:
 
     def _dense_verdict(self) -> str:
         compute = self._compute_share
-        why = "no other plan promised enough on this network"
+        why = "no other plan promised enough"
         if compute >= MOSTLY:
             why = "compute bounds your steps, compression would not pay here"
         elif late := self._decided_late:
             why = late
         elif self.is_static:
             rest = f"{1 - compute:.0%} of a step is not compute"
-            helps = (
-                "though compression saves little within a machine, but on a simulated link"
-                if self.is_on_one_host
-                else "so policy adaptive may help"
-            )
+            helps = "so policy adaptive may help"
+            if self.is_on_one_host:
+                helps = "but within a machine compression saves little of it, unless the links are simulated"
             why = f"as policy static keeps it; {rest}, {helps}"
         return f"{DENSE} {100 * self.in_dense_s / self.steps_s:.0f} % of the time: {why}"
