@@ -215,11 +215,19 @@ def num_changes(record: RunRecord) -> int:
     return sum(map(is_new_plan, record.decisions))
 
 
-def last_loss(record: RunRecord) -> float | None:
-    """Return the training loss at the end, a mean over some steps; None if it was not reported."""
+def losses(record: RunRecord) -> list[tuple[int, int, float]]:
+    """Return the first and the last step of each line with a training loss, and the loss, a mean over some steps."""
     if record.steps:
-        return smooth_losses(record.steps)[-1]
-    return next((line["loss"] for line in reversed(record.progress) if line.get("loss") is not None), None)
+        pairs = zip(record.steps, smooth_losses(record.steps), strict=True)
+        return [(line.step, line.step, loss) for line, loss in pairs]
+    lines = [line for line in record.progress if line.get("loss") is not None]
+    return [(line["step"] - line["num_steps"] + 1, line["step"], line["loss"]) for line in lines]
+
+
+def last_loss(record: RunRecord) -> float | None:
+    """Return the training loss at the end; None if it was not reported."""
+    found = losses(record)
+    return found[-1][2] if found else None
 
 
 def loss_note(*records: RunRecord) -> tuple[str, ...]:

@@ -197,9 +197,13 @@ def test_two_runs_are_compared_side_by_side(tmp_path: Path) -> None:
     assert [run["plan"] for run in found["runs"]] == ["dense", QSGD]
     rows = {line[:28].strip(): line[28:] for line in said.splitlines()}
     assert rows["time per step"].count("(measured)") == 2
-    # The first run was dense throughout.
-    assert rows["a dense step"].index("(measured)") < rows["a dense step"].index("(predicted)")
-    assert rows["speed-up of the run"].split()[-2:] == ["1.00x", "-"]
+    # The first run was dense throughout, so it is what the second is compared with.
+    dense, quantized = found["runs"]
+    assert quantized["speed_up"] == found["step_ratio"]
+    assert quantized["dense_step_s"] == dense["step_s"]
+    assert rows["a dense step"].count("(measured)") == 2
+    assert said.count(f"{found['step_ratio']:.2f}x") == 1
+    assert "speed-up" not in said
     for row in ("time per step", "loss at the end", "expected loss over dense's", "plan at the end"):
         assert row in said
     assert said.splitlines()[-1].startswith(
@@ -207,6 +211,22 @@ def test_two_runs_are_compared_side_by_side(tmp_path: Path) -> None:
     )
     done = CliRunner().invoke(main, ["compare", str(one), str(tmp_path / "nothing")])
     assert done.exit_code == 2
+
+
+def test_losses_are_compared_at_the_last_step_of_the_shorter_run(tmp_path: Path) -> None:
+    for name, num_steps in (("short", 40), ("long", 80)):
+        run = start(tmp_path / name)
+        run.loss = lambda step: 10.0 - step / 10
+        run.run(num_steps)
+        run.loop.end(1e3)
+    path = tmp_path / "compared.json"
+    said = invoke("compare", tmp_path / "short", tmp_path / "long", "--json", path)
+    found = json.loads(path.read_text())
+    assert found["loss_step"] == 40
+    assert f"loss at step {found['loss_step']}" in said
+    losses = [run["loss"] for run in found["runs"]]
+    # Each is the mean of a line of its journal.
+    assert losses == pytest.approx([10.0 - found["loss_step"] / 10] * 2, abs=0.2)
 
 
 def test_one_decision_on_a_change_does_not_make_the_error(tmp_path: Path) -> None:

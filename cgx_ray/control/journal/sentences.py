@@ -199,7 +199,9 @@ class RunTotals:
             ran = "was not measured"
             if self.num_in_dense:
                 ran = f"took {format_seconds(self.in_dense_s / self.num_in_dense)} where it ran"
-            said = f"{took} per step on average; {DENSE} {ran}, and is predicted to take {dense_took} over the whole run"
+            said = (
+                f"{took} per step on average; {DENSE} {ran}, and is predicted to take {dense_took} over the whole run"
+            )
             return "; ".join([said, *self._about_plan()])
         digits = ".2f" if ratio < 1.1 else ".2g" if ratio < 9.95 else ".0f"
         said = f"{ratio:{digits}}x faster than {DENSE}"
