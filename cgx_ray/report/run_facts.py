@@ -287,9 +287,15 @@ def next_step(record: RunRecord, gained: SpeedUp | None) -> str:
         )
     # The median: one decision that falls on a change of the network is off by much, and says nothing of the others.
     if errors and median(errors) > LARGE_ERROR:
+        look = (
+            "see whether the link carries other traffic, by `cgx-ray probe` on a Ray cluster or by `cgx-ray why "
+            "--probe -- torchrun ...`"
+        )
+        if record.starts and len({*record.starts[-1]["nodes"]}) == 1:
+            look = "see whether other programs use the processors of this machine"
         return (
-            f"Half of the predictions were off by {median(errors):.0%} or more: run `cgx-ray probe` to see whether the "
-            "link carries other traffic, and let the run train longer, as errors are learned."
+            f"Half of the predictions were off by {median(errors):.0%} or more: {look}, and let the run train longer, "
+            "as errors are learned."
         )
     if parts is not None and parts[1] + parts[3] > parts[2]:
         return (

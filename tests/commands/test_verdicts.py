@@ -246,6 +246,18 @@ def test_sentences_of_the_page_have_no_backticks_and_try_balanced_before_fast(tm
     assert "`" not in page
 
 
+def test_predictions_that_are_off_are_looked_into_by_a_command_that_fits_the_run(tmp_path: Path) -> None:
+    record = load_run(train(tmp_path, 0.1))
+    for line in record.outcomes:
+        line["measured_step_s"] *= 2
+    text = next_step(record, None)
+    assert "`cgx-ray probe` on a Ray cluster or by `cgx-ray why --probe -- torchrun ...`" in text
+    record.starts[-1]["nodes"] = ["127.0.0.1"] * WORLD
+    text = next_step(record, None)
+    assert "see whether other programs use the processors of this machine" in text
+    assert "probe" not in text
+
+
 def test_charts_that_would_be_constant_are_left_out_and_each_codec_has_one_colour(tmp_path: Path) -> None:
     constant = load_run(keep(tmp_path / "static", "bf16"))
     assert draw_density(constant) is None
