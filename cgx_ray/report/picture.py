@@ -183,7 +183,11 @@ def _draw_network(axes: Axes, record: RunRecord, axis: _StepAxis, field: Field, 
     for line in axes.lines:
         line.set_label(f"{line.get_label()}, as set")
     estimates = [line["inputs"][estimate] for line in record.decisions]
-    _draw_decisions(axes, record, axis, "network estimated", estimates, "o")
+    # Within a machine and over simulated links no latency is measured, and decisions take a usual one.
+    if record.progress and all(line[estimate] is None for line in record.progress):
+        _draw_decisions(axes, record, axis, "latency not measured, assumed", estimates, "s")
+    else:
+        _draw_decisions(axes, record, axis, "network estimated", estimates, "o")
     fit_values(axes)
 
 

@@ -10,6 +10,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from support.control_runs import start
 
 from cgx_ray.cli import main
 from cgx_ray.demo.summary import NetworkPhases, decision_delay, loss_target, make_rows, time_to_loss_s
@@ -202,6 +203,22 @@ def test_the_network_is_drawn_over_steps_where_the_run_has_them(runs):
     assert rate["network estimated, plan changed"] == [(HALF + 2, 0.09)]
     assert [x for x, _ in rate["the network changes"]] == [HALF - 0.5] * 2
     assert [x for x, _ in rate["new plan"]] == [HALF + 3] * 2
+
+
+def test_a_latency_that_no_step_has_measured_is_drawn_as_assumed(tmp_path):
+    # As within a machine, where a decision's latency is a default.
+    run = start(tmp_path)
+    run.gbps = 0.1
+    run.run(40)
+    names = panel(load_run(tmp_path), "latency")
+    assert any(name.startswith("network estimated, ") for name in names)
+    record = load_run(tmp_path)
+    for line in record.progress:
+        line["latency_ms"] = None
+    names = panel(record, "latency")
+    assert any(name.startswith("latency not measured, assumed, ") for name in names)
+    assert not any("estimated" in name for name in names)
+    assert any(name.startswith("network estimated, ") for name in panel(record, "rate"))
 
 
 def test_the_network_is_drawn_over_seconds_where_steps_are_not_known(runs, tmp_path):
