@@ -12,6 +12,8 @@ from cgx_ray.report.record import RunRecord, StepLine
 from cgx_ray.units import format_bytes, format_measured_rate, format_rate, format_seconds
 
 PARTS = ("compute", "encode", "exchange", "decode")
+# Share of the time between steps from which it is named: where processors are busy, single steps begin late.
+LEAST_BETWEEN = 0.05
 # Decisions that are shown.
 SHOWN_DECISIONS = 2
 # Lines of the journal that are shown.
@@ -286,9 +288,9 @@ def _speed(progress: Sequence[Mapping[str, Any]], speed_up: float | None) -> str
     elif speed_up is not None and line:
         # As in the verdict, no ratio is made of a prediction.
         said.append(f"dense is predicted to take {format_seconds(speed_up * line['step_s'])} per step")
-    if line.get("between_s"):
-        share = line["between_s"] / (line["between_s"] + line["step_s"])
-        said.append(f"{share:.0%} of the time between steps")
+    between_s = line.get("between_s", 0.0)
+    if line and between_s >= LEAST_BETWEEN * (between_s + line["step_s"]) > 0:
+        said.append(f"{between_s / (between_s + line['step_s']):.0%} of the time between steps")
     return ", ".join(said) or None
 
 

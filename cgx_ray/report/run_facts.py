@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from cgx_ray.plan import plan_under
-from cgx_ray.report.live_view import is_new_plan, outcomes_of, plans_of
+from cgx_ray.report.live_view import LEAST_BETWEEN, is_new_plan, outcomes_of, plans_of
 from cgx_ray.report.record import SMOOTHED_STEPS, RunRecord, smooth_losses
 
 # Usual prediction error, either way, from which predictions deserve attention.
@@ -161,9 +161,13 @@ def _steps_of(first: int, last: int) -> str:
 
 
 def between_share(found: Sequence[StepSpan]) -> float:
-    """Return the share of the time that passed between steps, in evaluations, checkpoints, reports and the like."""
+    """Return the share of the time that passed between steps, in evaluations, checkpoints, reports and the like.
+
+    0 if it is too small to be told from steps that begin late.
+    """
     between_s = sum(span.num_steps * span.between_s for span in found)
-    return between_s / (between_s + steps_s(found)) if between_s else 0.0
+    share = between_s / (between_s + steps_s(found)) if between_s else 0.0
+    return share if share >= LEAST_BETWEEN else 0.0
 
 
 def steps_s(found: Sequence[StepSpan]) -> float:

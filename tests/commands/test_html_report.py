@@ -318,6 +318,17 @@ def test_pauses_make_no_run_slower_than_dense_and_are_no_compute(tmp_path: Path)
     assert "passed between steps, where no codec helps" in next_step(record, None)
 
 
+def test_a_little_time_between_steps_is_late_steps_and_not_named(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.gbps, run.compute_s = 1e3, 0.3
+    run.pause_s = lambda step, rank: 0.3 if step % 30 == 0 else 0.0
+    run.run(100)
+    record = load_run(tmp_path)
+    assert sum(line["between_s"] for line in record.progress) > 0
+    assert between_share(spans(record)) == 0.0
+    assert "between steps" not in (view_of_record(record).speed or "")
+
+
 def test_top_the_report_and_the_metrics_have_the_same_speed_up(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.gbps = 0.1
