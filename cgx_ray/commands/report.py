@@ -82,8 +82,8 @@ def report(
             print_line(console, note)
     for note in loss_note(*records):
         print_line(console, note)
-    counts = [f"{f'{one.name}: ' if len(decided) > 1 else ''}{_decisions_of(one)}" for one in decided]
-    print_line(console, f"{'; '.join(counts)}; picture: {plot}; report: {html}")
+    counts = [f"{_decisions_of(decided)}; "] if decided else []
+    print_line(console, f"{''.join(counts)}picture: {plot}; report: {html}")
     if json_path is not None:
         write_json(json_path, {"runs": [describe_run(record, dense) for record in records]})
     if opens:
@@ -169,8 +169,10 @@ def describe_run(record: RunRecord, dense: RunRecord | None = None) -> dict[str,
     }
 
 
-def _decisions_of(record: RunRecord) -> str:
-    return f"{format_count(len(record.decisions), 'decision')}, {num_changes(record)} for another plan"
+def _decisions_of(records: Sequence[RunRecord]) -> str:
+    of_runs = f"{len(records)} runs with " if len(records) > 1 else ""
+    num_decisions = sum(len(record.decisions) for record in records)
+    return f"{of_runs}{format_count(num_decisions, 'decision')}, {sum(map(num_changes, records))} for another plan"
 
 
 def write_page(path: Path, title: str, records: Sequence[RunRecord], *, usd_per_hour: float | None = None) -> None:

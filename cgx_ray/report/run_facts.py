@@ -19,6 +19,8 @@ MOSTLY_COMPUTE = 0.85
 MUCH_BETWEEN = 0.3
 # Ranges of steps that are named: a restart begins another one.
 _SHOWN_RANGES = 3
+# Runs of a folder that a note names.
+_SHOWN_NAMES = 3
 _PARTS = ("compute_s", "encode_s", "exchange_s", "decode_s")
 
 
@@ -239,7 +241,9 @@ def loss_note(*records: RunRecord) -> tuple[str, ...]:
     names = [record.name for record in records if last_loss(record) is None]
     if not names:
         return ()
-    of_runs = f"of {' and '.join(names)} " if len(records) > 1 else ""
+    shown = names if len(names) <= _SHOWN_NAMES else [*names[:_SHOWN_NAMES], f"{len(names) - _SHOWN_NAMES} others"]
+    *before, last = shown
+    of_runs = f"of {', '.join(before)}{' and ' if before else ''}{last} " if len(records) > 1 else ""
     return (f"{of_runs}no loss was reported; attachment.observe(loss=loss) in the training loop reports it",)
 
 

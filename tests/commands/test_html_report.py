@@ -160,11 +160,8 @@ def test_runs_of_a_folder_are_compared(browser: Browser, tmp_path: Path) -> None
     run.run(3)
     page, said = report(tmp_path, tmp_path, "--price", "3.6")
     check_as_a_reader(browser, page)
-    # Each run has its own counts.
-    records = {name: load_run(tmp_path / name) for name in ("one", "two")}
-    counts = [f"{name}: {len(record.decisions)} decisions, " for name, record in records.items()]
-    assert all(count in said.replace("\n", " ") for count in counts), (counts, said)
-    assert len({len(record.decisions) for record in records.values()}) == 2
+    num_decisions = [len(load_run(tmp_path / name).decisions) for name in ("one", "two")]
+    assert f"2 runs with {sum(num_decisions)} decisions, " in said.replace("\n", " ")
     text = browser.run("document.body.innerText")
     assert "measured: the mean step of the run 'dense' took 2 s" in text
     headings = browser.run("[...document.querySelectorAll('h1,h2')].map(e => e.innerText)")
@@ -177,6 +174,28 @@ def test_runs_of_a_folder_are_compared(browser: Browser, tmp_path: Path) -> None
     assert rows[0][1:4] == ["59", "120 s", "2 s"]
     assert float(rows[0][-1]) == pytest.approx(4 * 3.6 * 120 / 3600, rel=0.02)
     assert rows[1][4] == "4.00x"
+
+
+@pytest.mark.parametrize("has_steps", [False, True])
+def test_many_runs_have_short_lines_and_pictures_with_room(tmp_path: Path, has_steps: bool) -> None:
+    for number in range(27 if has_steps else 8):
+        folder = tmp_path / f"a run with a long name {number}"
+        if has_steps:
+            write_steps(folder, step_s=0.5, parts=True)
+            continue
+        folder.mkdir()
+        run = start(folder)
+        run.run(8)
+    # A warning of matplotlib is an error here.
+    _, said = report(tmp_path, tmp_path)
+    lines = said.replace(str(tmp_path), "").splitlines()
+    assert max(map(len, lines)) < 200, lines
+    if has_steps:
+        assert lines[-1].startswith("picture: ")
+    else:
+        names = ", ".join(f"a run with a long name {number}" for number in range(3))
+        assert any(line.startswith(f"of {names} and 5 others no loss was reported; ") for line in lines), lines
+        assert lines[-1].startswith("8 runs with ")
 
 
 # All runs in one folder take the time of one.
