@@ -73,7 +73,8 @@ def report(
     for record in decided:
         name = f"{record.name}: " if len(decided) > 1 else ""
         print_line(console, f"cgx_ray: {name}{verdict(record, dense)}.", style="bold")
-    plot_runs(records, plot, title=f"{folder.name}: {world_size(records[-1])} workers")
+    ranks = world_size(records[-1])
+    plot_runs(records, plot, title=f"{folder.name}: {ranks} workers" if ranks is not None else folder.name)
     write_page(html, folder.name, records, usd_per_hour=price)
     for record in records:
         name = f"{record.name}: " if len(records) > 1 else ""

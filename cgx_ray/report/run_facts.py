@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
+from cgx_ray.errors import listed
 from cgx_ray.plan import plan_under
 from cgx_ray.report.live_view import LEAST_BETWEEN, is_new_plan, outcomes_of, plans_of
 from cgx_ray.report.record import SMOOTHED_STEPS, RunRecord, smooth_losses
@@ -19,8 +20,6 @@ MOSTLY_COMPUTE = 0.85
 MUCH_BETWEEN = 0.3
 # Ranges of steps that are named: a restart begins another one.
 _SHOWN_RANGES = 3
-# Runs of a folder that a note names.
-_SHOWN_NAMES = 3
 _PARTS = ("compute_s", "encode_s", "exchange_s", "decode_s")
 
 
@@ -241,10 +240,8 @@ def loss_note(*records: RunRecord) -> tuple[str, ...]:
     names = [record.name for record in records if last_loss(record) is None]
     if not names:
         return ()
-    shown = names if len(names) <= _SHOWN_NAMES else [*names[:_SHOWN_NAMES], f"{len(names) - _SHOWN_NAMES} others"]
-    *before, last = shown
-    of_runs = f"of {', '.join(before)}{' and ' if before else ''}{last} " if len(records) > 1 else ""
-    return (f"{of_runs}no loss was reported; attachment.observe(loss=loss) in the training loop reports it",)
+    of_runs = f" of {listed(names)}" if len(records) > 1 else ""
+    return (f"no loss was reported{of_runs}; attachment.observe(loss=loss) in the training loop reports it",)
 
 
 def duration_s(record: RunRecord) -> float:

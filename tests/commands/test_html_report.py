@@ -194,7 +194,7 @@ def test_many_runs_have_short_lines_and_pictures_with_room(tmp_path: Path, has_s
         assert lines[-1].startswith("picture: ")
     else:
         names = ", ".join(f"a run with a long name {number}" for number in range(3))
-        assert any(line.startswith(f"of {names} and 5 others no loss was reported; ") for line in lines), lines
+        assert any(line.startswith(f"no loss was reported of {names} and 5 more; ") for line in lines), lines
         assert lines[-1].startswith("8 runs with ")
 
 

@@ -184,7 +184,7 @@ def test_runs_without_a_loss_are_named_once(tmp_path: Path) -> None:
     for name in ("one", "other"):
         train(tmp_path / name, 0.1)
     end = "; attachment.observe(loss=loss) in the training loop reports it"
-    assert f"of one and other no loss was reported{end}" in invoke("report", tmp_path).replace("\n", " ")
+    assert f"no loss was reported of one, other{end}" in invoke("report", tmp_path).replace("\n", " ")
     assert f"\nno loss was reported{end}" in invoke("report", tmp_path / "one")
 
 
@@ -207,7 +207,7 @@ def test_two_runs_are_compared_side_by_side(tmp_path: Path) -> None:
     for row in ("time per step", "loss at the end", "expected loss over dense's", "plan at the end"):
         assert row in said
     assert said.splitlines()[-1].startswith(
-        "of dense_run and quantized no loss was reported; attachment.observe(loss=loss) "
+        "no loss was reported of dense_run, quantized; attachment.observe(loss=loss) "
     )
     done = CliRunner().invoke(main, ["compare", str(one), str(tmp_path / "nothing")])
     assert done.exit_code == 2
