@@ -272,7 +272,7 @@ def test_the_report_draws_a_run_that_still_trains(runs, tmp_path):
 @pytest.mark.parametrize(
     ("file", "line", "message"),
     [
-        (None, None, "is no folder; give that of a run"),
+        (None, None, "there is no folder "),
         ("steps.jsonl", "", "holds no decision and no step, neither in decisions.jsonl, which a run with CGXConfig"),
         ("other.jsonl", None, "holds no links; give the file that `cgx-ray lab run --events` wrote"),
     ],

@@ -213,7 +213,7 @@ def test_top_waits_for_a_folder_that_does_not_exist_yet(tmp_path: Path, monkeypa
             folder.mkdir(parents=True)
             trained(folder).loop.end(100.0)
 
-    done = CliRunner().invoke(main, ["top", str(folder)])
+    done = CliRunner().invoke(main, ["top", str(folder / "decisions.jsonl")])
     assert done.exit_code == 0, done.output
     output = done.output.replace("\n", " ")
     assert f"waiting for {folder} to begin, a folder that does not exist yet; Ctrl-C ends" in output

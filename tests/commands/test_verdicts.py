@@ -154,6 +154,7 @@ def test_a_journal_stands_for_its_folder(tmp_path: Path, monkeypatch: pytest.Mon
     for command in ("report", "compare"):
         done = CliRunner().invoke(main, [command, str(other), *[str(run)] * (command == "compare")])
         assert done.exit_code == 2, done.output
+        assert "is none of a run's files, decisions.jsonl and steps.jsonl; give the run's folder" in done.output
 
 
 def test_the_page_is_opened_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
