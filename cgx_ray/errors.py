@@ -97,8 +97,10 @@ def names_arguments(made: _Callable) -> _Callable:
     """Decorate a class or a function whose arguments have names.
 
     An argument that it does not take is a ConfigError, which names the most similar one. So is one without its name,
-    where it needs one: that error says what to write.
+    where it needs one: that error says what to write. A class may have `elsewhere`: by argument that it does not take,
+    where that is given.
     """
+    elsewhere: Mapping[str, str] = getattr(made, "elsewhere", {})
     call = made.__init__ if isinstance(made, type) else made  # type: ignore[misc]
     parameters = {name: one for name, one in inspect.signature(call).parameters.items() if name != "self"}
     num_selves = len(inspect.signature(call).parameters) - len(parameters)
@@ -109,6 +111,8 @@ def names_arguments(made: _Callable) -> _Callable:
             return call(*values, **arguments)
         except TypeError:
             # Looked at only then: plans have thousands of groups. The error may as well be another one.
+            if misplaced := sorted(elsewhere.keys() & arguments.keys()):
+                raise ConfigError(f"{made.__name__} takes no {misplaced[0]}; {elsewhere[misplaced[0]]}") from None
             if (problem := _wrong_call(made.__name__, parameters, values[num_selves:], arguments)) is not None:
                 raise ConfigError(problem) from None
             raise

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from cgx_ray.commands.options import RunFolder, console_for, json_option
-from cgx_ray.commands.report import describe_run
+from cgx_ray.commands.report import describe_run, totals_of
+from cgx_ray.control.journal.sentences import DENSE
 from cgx_ray.errors import ConfigError
 from cgx_ray.report.record import RunRecord, load_run
-from cgx_ray.report.run_facts import loss_note, spans
+from cgx_ray.report.run_facts import loss_note, losses, num_changes, spans
 from cgx_ray.report.show import new_table, print_line, write_json
 from cgx_ray.units import format_seconds
 from cgx_ray.untrusted import printable
 
+_LOSS = "loss at the end"
 _FOLDER = RunFolder(exists=True, file_okay=False, path_type=Path)
 
 
@@ -28,10 +30,13 @@ def compare(first: Path, second: Path, json_path: str | None) -> None:
     """Compare two runs: time per step, loss and plans side by side.
 
     A and B are folders of runs, or their journals: each has decisions.jsonl or steps.jsonl. They should have trained
-    the same model, for the same number of steps if their losses are compared.
+    the same model. Losses are those at the last step that both have. If one run was dense throughout, the other's
+    dense steps are those of that run.
     """
     records = [_read(folder) for folder in (first, second)]
-    found = [describe_run(record) for record in records]
+    dense = next((record for record in records if _is_dense(record)), None)
+    found = [describe_run(record, dense) for record in records]
+    loss_step = _compare_losses(records, found)
     (one, other), console = found, console_for(json_path)
     ratio = one["step_s"] / other["step_s"] if other["step_s"] else None
     if ratio is not None:
@@ -39,12 +44,13 @@ def compare(first: Path, second: Path, json_path: str | None) -> None:
         print_line(console, f"a step of {other['name']} is {faster} than one of {one['name']}", style="bold")
     table = new_table(None, "", *(printable(run["name"]) for run in found), wrap=True)
     for name, show in _ROWS.items():
-        table.add_row(name, *(show(run) for run in found))
+        heading = f"loss at step {loss_step}" if name == _LOSS and loss_step is not None else name
+        table.add_row(heading, *(show(run) for run in found))
     console.print(table)
     for note in loss_note(*records):
         print_line(console, note)
     if json_path is not None:
-        write_json(json_path, {"runs": found, "step_ratio": ratio})
+        write_json(json_path, {"runs": found, "step_ratio": ratio, "loss_step": loss_step})
 
 
 def _read(folder: Path) -> RunRecord:
@@ -52,6 +58,23 @@ def _read(folder: Path) -> RunRecord:
     if not spans(record):
         raise ConfigError(f"{folder} holds no step: give the folder of a run, with its decisions.jsonl or steps.jsonl")
     return record
+
+
+def _is_dense(record: RunRecord) -> bool:
+    """Return whether all steps of the run were dense. Plain DDP writes no journal."""
+    plans = {step.plan for step in record.steps} or {totals_of(record).plan}
+    return plans == {DENSE} and not num_changes(record)
+
+
+def _compare_losses(records: Sequence[RunRecord], found: Sequence[dict[str, Any]]) -> int | None:
+    """Make the losses of `found` those at the last step that all have, and return it; None if one has no loss."""
+    known = [losses(record) for record in records]
+    if not all(known):
+        return None
+    step = min(max(last for _, last, _ in lines) for lines in known)
+    for run, lines in zip(found, known, strict=True):
+        run["loss"] = next((loss for first, last, loss in reversed(lines) if first <= step <= last), None)
+    return step
 
 
 def _seconds(name: str, known_by: Callable[[dict[str, Any]], str]) -> Callable[[dict[str, Any]], str]:
@@ -66,19 +89,13 @@ def _known_by(run: dict[str, Any]) -> str:
     return "predicted" if run["is_predicted"] else "measured"
 
 
-def _speed_up(run: dict[str, Any]) -> str:
-    # Predictions may be far off, and the other run may say otherwise.
-    return f"{run['speed_up']:.2f}x" if run["speed_up"] is not None and not run["is_predicted"] else "-"
-
-
 _ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "steps that count": lambda run: f"{run['num_steps']}: {run['counted_steps']}",
     "left out": lambda run: run["left_out_steps"] or "-",
     "time per step": _seconds("step_s", lambda run: "measured"),
     "a dense step": _seconds("dense_step_s", _known_by),
-    "speed-up of the run": _speed_up,
-    "loss at the end": _number("loss", ".4g"),
-    "validation loss": _number("validation_loss", ".4g"),
+    _LOSS: _number("loss", ".4g"),
+    "validation loss at the end": _number("validation_loss", ".4g"),
     "expected loss over dense's": _number("expected_loss", ".3f"),
     "plan at the end": lambda run: printable(run["plan"] or "dense"),
     "since step": _number("since_step", "d"),

@@ -39,12 +39,14 @@ class _OutFile(click.Path):
 
 
 class RunFolder(click.Path):
-    """The folder of a run. One of its files, such as the journal, stands for it."""
+    """The folder of a run. One of its files, such as the journal, stands for it, also before it is written."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = Path(os.fsdecode(value))
-        is_file = path.name in _FILES_OF_RUNS and path.is_file()
-        return super().convert(str(path.parent) if is_file else value, param, ctx)
+        is_own = path.name in _FILES_OF_RUNS and not path.is_dir()
+        if path.suffix == ".jsonl" and path.is_file() and not is_own:
+            self.fail(f"{value} is none of a run's files, {' and '.join(_FILES_OF_RUNS)}; give the run's folder")
+        return super().convert(str(path.parent) if is_own else value, param, ctx)
 
 
 def check_plots() -> None:

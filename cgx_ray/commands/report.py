@@ -16,6 +16,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.report.live_view import broken_note
 from cgx_ray.report.record import RunRecord, load_run
 from cgx_ray.report.run_facts import (
+    SpeedUp,
     counted_steps,
     dense_of,
     last_loss,
@@ -72,7 +73,8 @@ def report(
     for record in decided:
         name = f"{record.name}: " if len(decided) > 1 else ""
         print_line(console, f"cgx_ray: {name}{verdict(record, dense)}.", style="bold")
-    plot_runs(records, plot, title=f"{folder.name}: {world_size(records[-1])} workers")
+    ranks = world_size(records[-1])
+    plot_runs(records, plot, title=f"{folder.name}: {ranks} workers" if ranks is not None else folder.name)
     write_page(html, folder.name, records, usd_per_hour=price)
     for record in records:
         name = f"{record.name}: " if len(records) > 1 else ""
@@ -81,8 +83,8 @@ def report(
             print_line(console, note)
     for note in loss_note(*records):
         print_line(console, note)
-    counts = [f"{f'{one.name}: ' if len(decided) > 1 else ''}{_decisions_of(one)}" for one in decided]
-    print_line(console, f"{'; '.join(counts)}; picture: {plot}; report: {html}")
+    counts = [f"{_decisions_of(decided)}; "] if decided else []
+    print_line(console, f"{''.join(counts)}picture: {plot}; report: {html}")
     if json_path is not None:
         write_json(json_path, {"runs": [describe_run(record, dense) for record in records]})
     if opens:
@@ -94,12 +96,45 @@ def totals_of(record: RunRecord) -> RunTotals:
     totals = RunTotals()
     for line in sorted((*record.starts, *record.decisions, *record.progress), key=lambda line: line["time"]):
         totals.add_line(line)
+    # Where the journal ends before the run, its steps show the plan.
+    reported = record.progress[-1]["step"] if record.progress else -1
+    for step in record.steps:
+        if step.step > reported and step.plan_version is not None:
+            totals.add_version(step.step, step.plan_version)
     return totals
 
 
 def verdict(record: RunRecord, dense: RunRecord | None) -> str:
     """Return what the run has brought, beside the run `dense` if there is one; "" for one without a journal."""
     return totals_of(record).verdict(_beside(record, dense)) if record.has_journal else ""
+
+
+def speed_up(record: RunRecord, dense: RunRecord | None) -> SpeedUp | None:
+    """Return the speed-up of all steps against dense ones: of the run `dense`, else of the run itself.
+
+    The time between steps is in neither side.
+    """
+    totals, beside = totals_of(record), _beside(record, dense)
+    if dense is not None and beside is not None:
+        step_s, dense_s = beside
+        same = sum(span.num_steps for span in spans(record)) == sum(span.num_steps for span in spans(dense))
+        note = "" if same else "; the two did not train the same number of steps"
+        known_by = f"measured: the mean step of the run {dense.name!r} took {dense_s:.3g} s{note}"
+        return SpeedUp(ratio=dense_s / step_s, dense_s=dense_s, is_predicted=False, known_by=known_by)
+    if totals.speed_up is None:
+        return None
+    known_by = "measured: all steps were dense"
+    if totals.is_predicted:
+        known_by = "predicted by the model of the measured link, so no speed-up is named"
+    elif totals.in_dense_s < totals.steps_s:
+        known_by = "measured: against dense steps of this run"
+    mean_s = mean_step_s(spans(record))
+    return SpeedUp(
+        ratio=totals.speed_up,
+        dense_s=mean_s * totals.speed_up if mean_s is not None else None,
+        is_predicted=totals.is_predicted,
+        known_by=known_by,
+    )
 
 
 def _beside(record: RunRecord, dense: RunRecord | None) -> tuple[float, float] | None:
@@ -112,22 +147,20 @@ def _beside(record: RunRecord, dense: RunRecord | None) -> tuple[float, float] |
 
 def describe_run(record: RunRecord, dense: RunRecord | None = None) -> dict[str, Any]:
     """Return the run for JSON. `dense`: a run without compression beside it."""
-    totals, beside, found = totals_of(record), _beside(record, dense), spans(record)
+    totals, found, gained = totals_of(record), spans(record), speed_up(record, dense)
     errors = prediction_errors(record)
-    speed_up = beside[1] / beside[0] if beside is not None else totals.speed_up
-    step_s = mean_step_s(found)
     return {
         "name": record.name,
-        "verdict": totals.verdict(beside) if record.has_journal else None,
+        "verdict": verdict(record, dense) if record.has_journal else None,
         "plan": totals.plan if record.has_journal else None,
         "since_step": totals.since if record.has_journal else None,
         "num_steps": sum(span.num_steps for span in found),
         "counted_steps": counted_steps(record),
         "left_out_steps": left_out_steps(record),
-        "step_s": step_s,
-        "dense_step_s": step_s * speed_up if step_s is not None and speed_up is not None else None,
-        "speed_up": speed_up,
-        "is_predicted": beside is None and totals.is_predicted,
+        "step_s": mean_step_s(found),
+        "dense_step_s": gained.dense_s if gained is not None else None,
+        "speed_up": gained.ratio if gained is not None else None,
+        "is_predicted": gained is not None and gained.is_predicted,
         "expected_loss": totals.expected_loss,
         "loss": last_loss(record),
         "validation_loss": record.end["validation_loss"] if record.end is not None else None,
@@ -137,8 +170,10 @@ def describe_run(record: RunRecord, dense: RunRecord | None = None) -> dict[str,
     }
 
 
-def _decisions_of(record: RunRecord) -> str:
-    return f"{format_count(len(record.decisions), 'decision')}, {num_changes(record)} for another plan"
+def _decisions_of(records: Sequence[RunRecord]) -> str:
+    of_runs = f"{len(records)} runs with " if len(records) > 1 else ""
+    num_decisions = sum(len(record.decisions) for record in records)
+    return f"{of_runs}{format_count(num_decisions, 'decision')}, {sum(map(num_changes, records))} for another plan"
 
 
 def write_page(path: Path, title: str, records: Sequence[RunRecord], *, usd_per_hour: float | None = None) -> None:
@@ -146,7 +181,7 @@ def write_page(path: Path, title: str, records: Sequence[RunRecord], *, usd_per_
     from cgx_ray.commands.plan.decision_steps import decision_steps  # noqa: PLC0415 - the extra plots
     from cgx_ray.report.run_page import Extras, report_page  # noqa: PLC0415
 
-    extras = Extras(usd_per_hour=usd_per_hour, timelines=decision_steps, verdict=verdict)
+    extras = Extras(usd_per_hour=usd_per_hour, timelines=decision_steps, verdict=verdict, speed_up=speed_up)
     with whole_file(path) as new:
         new.write_text(report_page(title, records, extras), encoding="utf-8")
 
@@ -154,7 +189,7 @@ def write_page(path: Path, title: str, records: Sequence[RunRecord], *, usd_per_
 def _read_runs(folder: Path, events: Path | None) -> list[RunRecord]:
     """Return the run in `folder`, or the runs below it, dense first. The last one has decisions."""
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder; give that of a run, <storage path>/<run name>, or of several runs")
+        raise ConfigError(f"there is no folder {folder}; give that of a run, <storage path>/<run name>, or of several")
     record = load_run(folder, events)
     records = [record]
     if not record.has_journal:

@@ -42,10 +42,10 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
     """Watch a running training: ranks, links, plan and decisions, until it ends.
 
     RUN is the name of a run on the cluster, which may be left out if there is only one, or the folder <storage
-    path>/<run name>, which needs no cluster. Waits for a run that has not begun, and for Ray to start.
+    path>/<run name>, which needs no cluster. Waits for a run or folder that is not there yet, and for Ray to start.
     """
     console = console_for(None)
-    folder = _folder_of(run, address) if run is not None else None
+    folder = _folder_of(run, address, waits=not once) if run is not None else None
     record = RunRecord(folder.resolve()) if folder is not None else None
     views = _views_of_record(record) if record is not None else _views_of_cluster(address, run, waits=not once)
     last: LiveView | None = None
@@ -58,6 +58,8 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
             has_begun = last is not None and (last.step is not None or not last.is_running)
             is_over = once and record is not None
             awaited = f"{run or 'a run'} to begin"
+            if folder is not None and not folder.is_dir():
+                awaited += ", a folder that does not exist yet"
             if record is None and not ray.is_initialized():
                 awaited = f"a Ray cluster at {address!r}"
             status = "" if has_begun or is_over else f"waiting for {awaited}; Ctrl-C ends"
@@ -82,8 +84,11 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
             new.write_text(re.sub(r"@font-face \{[^}]*\}\s*", "", drawn))
 
 
-def _folder_of(run: str, address: str) -> Path | None:
-    """Return the folder that `run` is; None for the name of a run. Raises ConfigError for a path without a folder."""
+def _folder_of(run: str, address: str, *, waits: bool) -> Path | None:
+    """Return the folder that `run` is; None for the name of a run.
+
+    waits  for a folder that does not exist yet; else that is a ConfigError
+    """
     try:
         folder = Path(run).expanduser()
     except RuntimeError as error:  # of ~somebody
@@ -92,6 +97,8 @@ def _folder_of(run: str, address: str) -> Path | None:
         return folder
     if not (os.sep in run or run.startswith((".", "~"))) or _is_running(run, address):
         return None
+    if waits:
+        return folder
     missing = next(path for path in (*reversed(folder.parents), folder) if not path.is_dir())
     why = f", as there is no {missing}" if missing != folder else ""
     raise ConfigError(

@@ -10,12 +10,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from cgx_ray.control.policies.policy import Policy
+from cgx_ray.errors import names_arguments
 from cgx_ray.session.attach import attach
 from cgx_ray.session.attachment import Attachment
 
 _KEY = "cgx_ray"
 
 
+@names_arguments
 class CGXCallback(Callback):
     """Attaches the DistributedDataParallel that Lightning makes, just before training starts.
 
@@ -26,10 +29,13 @@ class CGXCallback(Callback):
     attachment  None before training and after it
     """
 
-    def __init__(self, **options: Any) -> None:
-        """`options`: arguments of `cgx_ray.attach`, such as `codec="qsgd:bits=4"`."""
+    def __init__(self, *, policy: Policy | str | None = None, **options: Any) -> None:
+        """
+        policy   as of `cgx_ray.attach`, such as "adaptive"
+        options  further arguments of `cgx_ray.attach`, such as `codec="qsgd:bits=4"`
+        """
         self.attachment: Attachment | None = None
-        self._options = options
+        self._options = {**options, "policy": policy}
         self._states: list[dict[str, Any]] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -10,11 +10,14 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from cgx_ray.control.policies.policy import Policy
+from cgx_ray.errors import ConfigError, names_arguments
 from cgx_ray.integrations.rank_files import load_rank_files, save_rank_file
 from cgx_ray.session.attach import attach
 from cgx_ray.session.attachment import Attachment, process
 
 
+@names_arguments
 class CGXCallback(TrainerCallback):
     """Attaches the DistributedDataParallel that the Trainer makes, when training begins.
 
@@ -25,17 +28,33 @@ class CGXCallback(TrainerCallback):
     attachment  None before the first training
     """
 
-    def __init__(self, trainer: Trainer, *, resume_from: str | os.PathLike[str] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        trainer: Trainer | None = None,
+        *,
+        policy: Policy | str | None = None,
+        resume_from: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
         """
+        trainer      that the callback is added to
+        policy       as of `cgx_ray.attach`, such as "adaptive"
         resume_from  checkpoint that `trainer.train(resume_from_checkpoint=)` gets; by default the one of the same step
                      in the Trainer's own folder
-        options      arguments of `cgx_ray.attach`, such as `codec="qsgd:bits=4"`. `folder`, for the journal of a policy
-                     that decides, is the Trainer's `output_dir` by default
+        options      further arguments of `cgx_ray.attach`, such as `codec="qsgd:bits=4"`. `folder`, for the journal of
+                     a policy that decides, is the Trainer's `output_dir` by default
+
+        Raises ConfigError without a Trainer.
         """
+        if not isinstance(trainer, Trainer):
+            raise ConfigError(
+                f"CGXCallback got {trainer!r} in place of the Trainer; make the Trainer first, then "
+                "trainer.add_callback(CGXCallback(trainer))"
+            )
         self.attachment: Attachment | None = None
         # It holds its callbacks.
         self._trainer = weakref.proxy(trainer)
-        self._options, self._resume_from = options, resume_from
+        self._options, self._resume_from = {**options, "policy": policy}, resume_from
         self._attached: weakref.ref[Any] | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

@@ -384,8 +384,9 @@ def _check_names(layers: Sequence[Layer], by_pattern: Mapping[str, Option], bits
     for pattern in by_pattern:
         if not any(fnmatchcase(layer.name, pattern) for layer in layers):
             raise PlanError(
-                f"override {pattern!r} matches none of {len(layers)} layers; give a pattern of their names, such as "
-                f"{layers[0].name!r} (frozen parameters are no layers, a tied one has its first name)"
+                f"pattern {pattern!r} of exclude or overrides matches none of {len(layers)} layers; give a pattern of "
+                f"their names, such as {layers[0].name!r} (frozen parameters are no layers, a tied one has its first "
+                "name)"
             )
     unknown = sorted(bits.keys() - {layer.name for layer in layers})
     if unknown:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 import ray.train
@@ -46,6 +46,9 @@ class CGXConfig(Settings, TorchConfig):
     Its fields are those of TorchConfig and of `Settings`. Raises ConfigError on a value that is not allowed.
     """
 
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "folder": "the journal is in the run's folder, that of RunConfig(storage_path=, name=)"
+    }
     # Settings and TorchConfig both have timeout_s. Keep TorchConfig's default.
     timeout_s: int = TorchConfig.timeout_s
 

@@ -9,9 +9,11 @@ from typing import Any
 
 from cgx_ray.plan import plan_under
 from cgx_ray.report.record import RunRecord, StepLine
-from cgx_ray.units import format_bytes, format_measured_rate, format_rate
+from cgx_ray.units import format_bytes, format_measured_rate, format_rate, format_seconds
 
 PARTS = ("compute", "encode", "exchange", "decode")
+# Share of the time between steps from which it is named: where processors are busy, single steps begin late.
+LEAST_BETWEEN = 0.05
 # Decisions that are shown.
 SHOWN_DECISIONS = 2
 # Lines of the journal that are shown.
@@ -280,12 +282,15 @@ def _progress_line(line: Mapping[str, Any]) -> RankLine:
 
 def _speed(progress: Sequence[Mapping[str, Any]], speed_up: float | None) -> str | None:
     """Return the speed of the newest steps, and the time between the steps of the newest progress line."""
-    line = progress[-1] if progress else {}
-    dense = "dense" if line.get("is_dense_measured") else "predicted for dense"
-    said = [f"newest steps {speed_up:.2f}x as fast as {dense}"] if speed_up is not None else []
-    if line.get("between_s"):
-        share = line["between_s"] / (line["between_s"] + line["step_s"])
-        said.append(f"{share:.0%} of the time between steps")
+    line, said = progress[-1] if progress else {}, []
+    if speed_up is not None and line.get("is_dense_measured"):
+        said.append(f"newest steps {speed_up:.2f}x as fast as dense")
+    elif speed_up is not None and line:
+        # As in the verdict, no ratio is made of a prediction.
+        said.append(f"dense is predicted to take {format_seconds(speed_up * line['step_s'])} per step")
+    between_s = line.get("between_s", 0.0)
+    if line and between_s >= LEAST_BETWEEN * (between_s + line["step_s"]) > 0:
+        said.append(f"{between_s / (between_s + line['step_s']):.0%} of the time between steps")
     return ", ".join(said) or None
 
 

@@ -22,6 +22,7 @@ from cgx_ray.report.style import (
     ORANGE,
     PURPLE,
     SKY,
+    add_bottom_legend,
     add_title,
     clean,
     fit_values,
@@ -96,9 +97,7 @@ def draw_runs(records: Sequence[RunRecord], *, title: str) -> Figure:
     for record in records:
         _mark_plans(right, record)
     handles = {label: handle for axes in right for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    place = "outside lower center"
-    ncols = 4 if last.steps else 3
-    figure.legend(handles.values(), handles.keys(), loc=place, ncols=ncols, frameon=False, fontsize=9)
+    add_bottom_legend(figure, handles, num_columns=4 if last.steps else 3, fontsize=9)
     add_title(figure, title)
     return figure
 
@@ -142,7 +141,6 @@ def _draw_loss(axes: Axes, records: Sequence[RunRecord]) -> None:
         title="Loss over time",
     )
     axes.margins(x=0.1)
-    axes.legend(loc="upper right", frameon=False)  # to look for the best place can take seconds
     clean(axes)
 
 
@@ -183,7 +181,11 @@ def _draw_network(axes: Axes, record: RunRecord, axis: _StepAxis, field: Field, 
     for line in axes.lines:
         line.set_label(f"{line.get_label()}, as set")
     estimates = [line["inputs"][estimate] for line in record.decisions]
-    _draw_decisions(axes, record, axis, "network estimated", estimates, "o")
+    # Within a machine and over simulated links no latency is measured, and decisions take a usual one.
+    if record.progress and all(line[estimate] is None for line in record.progress):
+        _draw_decisions(axes, record, axis, "latency not measured, assumed", estimates, "s")
+    else:
+        _draw_decisions(axes, record, axis, "network estimated", estimates, "o")
     fit_values(axes)
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
+from cgx_ray.errors import listed
 from cgx_ray.plan import plan_under
-from cgx_ray.report.live_view import is_new_plan, outcomes_of, plans_of
+from cgx_ray.report.live_view import LEAST_BETWEEN, is_new_plan, outcomes_of, plans_of
 from cgx_ray.report.record import SMOOTHED_STEPS, RunRecord, smooth_losses
 
 # Usual prediction error, either way, from which predictions deserve attention.
@@ -44,9 +45,15 @@ class StepSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedUp:
-    """Ratio of a dense step's seconds to the run's, and how it is known, in words."""
+    """Ratio of a dense step's seconds to the run's. A predicted one may be far off, and no reader is shown it.
+
+    dense_s   mean seconds of a dense step, None if the run's own are unknown
+    known_by  how dense steps are known, in words
+    """
 
     ratio: float
+    dense_s: float | None
+    is_predicted: bool
     known_by: str
 
 
@@ -155,9 +162,13 @@ def _steps_of(first: int, last: int) -> str:
 
 
 def between_share(found: Sequence[StepSpan]) -> float:
-    """Return the share of the time that passed between steps, in evaluations, checkpoints, reports and the like."""
+    """Return the share of the time that passed between steps, in evaluations, checkpoints, reports and the like.
+
+    0 if it is too small to be told from steps that begin late.
+    """
     between_s = sum(span.num_steps * span.between_s for span in found)
-    return between_s / (between_s + steps_s(found)) if between_s else 0.0
+    share = between_s / (between_s + steps_s(found)) if between_s else 0.0
+    return share if share >= LEAST_BETWEEN else 0.0
 
 
 def steps_s(found: Sequence[StepSpan]) -> float:
@@ -199,38 +210,6 @@ def density_and_bits(options: Mapping[str, Mapping[str, Any]]) -> tuple[float, f
     return density, 8 * sum(option["wire_bytes"] for option in counts) / numel
 
 
-def speed_up(record: RunRecord, dense: RunRecord | None) -> SpeedUp | None:
-    """Return the speed-up of all steps against dense gradients: against the run `dense`, else as the controller knew.
-
-    The time between steps is in neither side.
-    """
-    found = spans(record)
-    if dense is not None and dense is not record:
-        others = spans(dense)
-        step_s, dense_s = mean_step_s(found), mean_step_s(others)
-        if dense_s is not None and step_s:
-            same = sum(span.num_steps for span in found) == sum(span.num_steps for span in others)
-            note = "" if same else "; the two did not train the same number of steps"
-            return SpeedUp(
-                ratio=dense_s / step_s,
-                known_by=f"measured: the mean step of the run {dense.name!r} took {dense_s:.3g} s{note}",
-            )
-    known = [span for span in _progress(record) if span.speed_up is not None]
-    if not steps_s(known):
-        return None
-    plans = options_by_version(record)
-    num_dense = sum(span.num_steps for span in known if list(options_of(span.version, plans)) == ["dense"])
-    if num_dense == sum(span.num_steps for span in known):
-        known_by = "measured: all steps were dense"
-    else:
-        known_by = (
-            "predicted: dense steps by the model of the measured link, corrected by "
-            f"{num_dense} steps that were measured with dense gradients in this run"
-        )
-    dense_s = sum(span.num_steps * span.step_s * (span.speed_up or 1.0) for span in known)
-    return SpeedUp(ratio=dense_s / steps_s(known), known_by=known_by)
-
-
 def dense_of(records: Sequence[RunRecord]) -> RunRecord | None:
     """Return the run without compression that a demo has beside others; other folders hold any runs."""
     return next((record for record in records if record.name == "dense" and record.steps), None)
@@ -241,11 +220,19 @@ def num_changes(record: RunRecord) -> int:
     return sum(map(is_new_plan, record.decisions))
 
 
-def last_loss(record: RunRecord) -> float | None:
-    """Return the training loss at the end, a mean over some steps; None if it was not reported."""
+def losses(record: RunRecord) -> list[tuple[int, int, float]]:
+    """Return the first and the last step of each line with a training loss, and the loss, a mean over some steps."""
     if record.steps:
-        return smooth_losses(record.steps)[-1]
-    return next((line["loss"] for line in reversed(record.progress) if line.get("loss") is not None), None)
+        pairs = zip(record.steps, smooth_losses(record.steps), strict=True)
+        return [(line.step, line.step, loss) for line, loss in pairs]
+    lines = [line for line in record.progress if line.get("loss") is not None]
+    return [(line["step"] - line["num_steps"] + 1, line["step"], line["loss"]) for line in lines]
+
+
+def last_loss(record: RunRecord) -> float | None:
+    """Return the training loss at the end; None if it was not reported."""
+    found = losses(record)
+    return found[-1][2] if found else None
 
 
 def loss_note(*records: RunRecord) -> tuple[str, ...]:
@@ -253,8 +240,8 @@ def loss_note(*records: RunRecord) -> tuple[str, ...]:
     names = [record.name for record in records if last_loss(record) is None]
     if not names:
         return ()
-    of_runs = f"of {' and '.join(names)} " if len(records) > 1 else ""
-    return (f"{of_runs}no loss was reported; attachment.observe(loss=loss) in the training loop reports it",)
+    of_runs = f" of {listed(names)}" if len(records) > 1 else ""
+    return (f"no loss was reported{of_runs}; attachment.observe(loss=loss) in the training loop reports it",)
 
 
 def duration_s(record: RunRecord) -> float:
@@ -305,9 +292,15 @@ def next_step(record: RunRecord, gained: SpeedUp | None) -> str:
         )
     # The median: one decision that falls on a change of the network is off by much, and says nothing of the others.
     if errors and median(errors) > LARGE_ERROR:
+        look = (
+            "see whether the link carries other traffic, by `cgx-ray probe` on a Ray cluster or by `cgx-ray why "
+            "--probe -- torchrun ...`"
+        )
+        if record.starts and len({*record.starts[-1]["nodes"]}) == 1:
+            look = "see whether other programs use the processors of this machine"
         return (
-            f"Half of the predictions were off by {median(errors):.0%} or more: run `cgx-ray probe` to see whether the "
-            "link carries other traffic, and let the run train longer, as errors are learned."
+            f"Half of the predictions were off by {median(errors):.0%} or more: {look}, and let the run train longer, "
+            "as errors are learned."
         )
     if parts is not None and parts[1] + parts[3] > parts[2]:
         return (

@@ -25,7 +25,6 @@ from cgx_ray.report.run_facts import (
     num_changes,
     prediction_errors,
     spans,
-    speed_up,
     steps_s,
     world_size,
 )
@@ -43,11 +42,13 @@ class Extras:
 
     usd_per_hour  price of one worker, None if it was not given
     verdict       what a run has brought, in one line, given the dense run beside it; it needs the journal's totals
+    speed_up      the same as a number
     timelines     draws the predicted steps before and after the decisions of a run; it needs the planner
     """
 
     usd_per_hour: float | None = None
     verdict: Callable[[RunRecord, RunRecord | None], str] = lambda record, dense: ""
+    speed_up: Callable[[RunRecord, RunRecord | None], SpeedUp | None] = lambda record, dense: None
     timelines: Callable[[RunRecord], Sequence[Picture]] = lambda record: ()
 
 
@@ -75,7 +76,7 @@ def _comparison(records: Sequence[RunRecord], dense: RunRecord | None, extras: E
     ranks = next((ranks for record in records if (ranks := world_size(record)) is not None), None)
     for record in records:
         found = spans(record)
-        gained = speed_up(record, dense) if record is not dense else None
+        gained = extras.speed_up(record, dense) if record is not dense else None
         step_s = mean_step_s(found)
         loss = record.end["validation_loss"] if record.end is not None else None
         cost = _cost(record, extras, ranks)
@@ -84,7 +85,7 @@ def _comparison(records: Sequence[RunRecord], dense: RunRecord | None, extras: E
             str(sum(span.num_steps for span in found)),
             format_seconds(duration_s(record)),
             f"{step_s:.3g} s" if step_s is not None else "-",
-            f"{gained.ratio:.2f}x" if gained is not None else "-",
+            f"{gained.ratio:.2f}x" if gained is not None and not gained.is_predicted else "-",
             str(num_changes(record)),
             f"{loss:.4g}" if loss is not None else "-",
         ]
@@ -94,14 +95,15 @@ def _comparison(records: Sequence[RunRecord], dense: RunRecord | None, extras: E
 
 
 def _run(record: RunRecord, dense: RunRecord | None, extras: Extras, *, prefix: str, has_title: bool) -> list[str]:
-    gained = speed_up(record, dense)
+    gained = extras.speed_up(record, dense)
     body = [page.heading(2, f"Run {record.name}" if has_title else "Summary")]
     if verdict := extras.verdict(record, dense):
         body.append(page.paragraph(f"{verdict}.", kind="verdict"))
     body.append(page.paragraph(_what_and_where(record)))
     body.append(page.numbers(_numbers(record, gained, extras)))
     if gained is not None:
-        body.append(page.paragraph(f"The speed-up is {gained.known_by}."))
+        what = "Dense steps are" if gained.is_predicted else "The speed-up is"
+        body.append(page.paragraph(f"{what} {gained.known_by}."))
     notes = (*drift_note(record.drifts), *loss_note(record))
     body += [page.paragraph(f"Note: {note}.") for note in notes]
     body.append(page.paragraph(f"What to try next: {next_step(record, gained)}", kind="next"))
@@ -153,7 +155,9 @@ def _what_and_where(record: RunRecord) -> str:
 def _numbers(record: RunRecord, gained: SpeedUp | None, extras: Extras) -> list[tuple[str, str]]:
     found = spans(record)
     step_s, parts, errors = mean_step_s(found), mean_parts(found), prediction_errors(record)
-    pairs = [("speed-up of the run", f"{gained.ratio:.2f}x" if gained is not None else "unknown")]
+    pairs = [("speed-up of the run", "unknown" if gained is None else f"{gained.ratio:.2f}x")]
+    if gained is not None and gained.is_predicted:
+        pairs = [("dense step, predicted", "unknown" if gained.dense_s is None else f"{gained.dense_s:.3g} s")]
     if step_s is not None:
         pairs.append(("mean step", f"{step_s:.3g} s"))
     if parts is not None and sum(parts) > 0:
@@ -171,7 +175,8 @@ def _numbers(record: RunRecord, gained: SpeedUp | None, extras: Extras) -> list[
         if gained is not None:
             # The time between steps stays as it is.
             longer = 1 + (gained.ratio - 1) * min(steps_s(found) / duration_s(record), 1.0)
-            pairs.append(("with dense gradients", f"{cost * longer:.4g} USD"))
+            predicted = ", predicted" if gained.is_predicted else ""
+            pairs.append((f"with dense gradients{predicted}", f"{cost * longer:.4g} USD"))
     return pairs
 
 

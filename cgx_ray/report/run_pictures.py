@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -33,6 +33,7 @@ from cgx_ray.report.style import (
     PURPLE,
     SKY,
     YELLOW,
+    add_bottom_legend,
     clean,
     codec_color,
     fit_values,
@@ -324,9 +325,12 @@ def _mark_changes(axes: Axes, record: RunRecord) -> list[int]:
 
 def _finish(axes: Axes, num_columns: int = 2) -> None:
     clean(axes)
-    axes.figure.legend(
-        loc="outside lower center", frameon=False, fontsize=8, ncols=num_columns, columnspacing=1.0, handlelength=1.3
-    )
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    handles, labels = axes.get_legend_handles_labels()
+    entries = dict(zip(labels, handles, strict=True))
+    style: dict[str, Any] = {"fontsize": 8, "columnspacing": 1.0, "handlelength": 1.3}
+    add_bottom_legend(figure, entries, num_columns=num_columns, **style)
 
 
 __all__ = ["Picture", "draw_comparison", "draw_losses", "run_pictures"]

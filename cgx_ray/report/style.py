@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -32,6 +34,8 @@ _CODEC_COLORS = {
     "powersgd": YELLOW,
     "prefix": GREY,
 }
+# Rows of a legend that a figure has room for, and inches that each further one takes.
+_LEGEND_ROWS, _LEGEND_ROW = 3, 0.2
 # Parts of white by which further options of a codec are lighter.
 _TINTS = (0.0, 0.4, 0.65, 0.2)
 
@@ -78,6 +82,17 @@ def _characters() -> frozenset[int]:
 
 def add_legend(axes: Axes) -> None:
     axes.legend(frameon=False, fontsize=9)
+
+
+def add_bottom_legend(figure: Figure, entries: Mapping[str, Any], *, num_columns: int, **style: Any) -> None:
+    """Draw one legend of labels and their handles below all panels. With many the figure grows: panels keep their size.
+
+    style  further arguments of `Figure.legend`
+    """
+    num_rows = math.ceil(len(entries) / num_columns)
+    figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * max(0, num_rows - _LEGEND_ROWS))
+    place = "outside lower center"
+    figure.legend(entries.values(), entries.keys(), loc=place, ncols=num_columns, frameon=False, **style)
 
 
 def clean(axes: Axes, hidden_spines: Sequence[str] = ("top", "right")) -> None:

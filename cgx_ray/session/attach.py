@@ -279,8 +279,15 @@ def _log_start(
 ) -> None:
     """Log what begins, and at the end what it has taken if no control loop does that. Arguments as in `start_line`."""
     takes_folder = settings is not None and process.session is None and isinstance(engine, Engine)
-    problem = attachment.control.journal_problem if attachment.control is not None else ""
-    logger.info("%s", start_line(engine, settings, journal, takes_folder=takes_folder, problem=problem))
+    if problem := attachment.control.journal_problem if attachment.control is not None else "":
+        logger.warning(
+            "%s cannot be written (%s): training goes on, but `cgx-ray top`, report and replay have nothing to read; "
+            "give attach a folder= that rank 0 may write to",
+            journal,
+            problem,
+        )
+        journal = None
+    logger.info("%s", start_line(engine, settings, journal, takes_folder=takes_folder and not problem))
     if attachment.control is None and process.session is None:
         attachment.call_at_end(lambda: logger.info("%s", end_line(engine, takes_folder=takes_folder)))
 

@@ -18,13 +18,11 @@ def start_line(
     journal: Path | None,
     *,
     takes_folder: bool,
-    problem: str = "",
 ) -> str:
     """Return what begins now.
 
     settings      None if a plan was given, and nothing decides
     takes_folder  whether `attach` could write a journal if it were given a `folder`
-    problem       why the journal cannot be written; empty if it can
     """
     plan, size, why = _in_force(engine), "", ""
     if plan != engine.plan:
@@ -37,8 +35,6 @@ def start_line(
         policy = f"policy {type(settings.policy).__name__.lower()}{f' ({fidelity})' if fidelity else ''} begins "
     num_layers = format_count(sum(len(group.layers) for group in plan.groups), "layer")
     written = f"journal: {journal}" if journal is not None else f"no journal{': give folder=' if takes_folder else ''}"
-    if problem:
-        written = f"no journal, which cannot be written ({problem})"
     gathered = engine.parameter_codec if isinstance(engine, ShardedEngine) else None
     beside = f", parameters {gathered.describe()}" if gathered is not None else ""
     return (

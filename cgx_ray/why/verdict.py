@@ -97,7 +97,9 @@ def _sentence(parts: StepParts, bound: Bound, costs: Sequence[StepCost]) -> str:
             f"than {BOUND_SHARE:.0%}. Nothing to mend there, and nothing to compress."
         )
     waits_s = parts.network_s if bound is Bound.NETWORK else top.seconds
-    return f"Your step takes {step}: {compute} compute, {format_seconds(waits_s)} waiting for {top.phrase}."
+    rest_s = parts.step_s - parts.compute_s - waits_s
+    rest = f" {format_seconds(rest_s)} other waits," if rest_s >= _LEAST_SHARE * parts.step_s else ""
+    return f"Your step takes {step}: {compute} compute,{rest} {format_seconds(waits_s)} waiting for {top.phrase}."
 
 
 def _without_steps(records: Sequence[RankRecord], paths: tuple[Path, ...]) -> StepVerdict:

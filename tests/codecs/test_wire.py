@@ -137,7 +137,7 @@ def test_overrides_give_layers_another_codec_in_groups_of_their_own() -> None:
     ]
     plan.check(layers, 2)
     assert Plan.from_json(plan.to_json()) == plan
-    with pytest.raises(PlanError, match=r"override 'head.\*' matches none of 7 layers"):
+    with pytest.raises(PlanError, match=r"pattern 'head.\*' of exclude or overrides matches none of 7 layers"):
         make_plan(layers, version=0, world_size=2, overrides={"head.*": topk})
     with pytest.raises(ConfigError, match="scheme dense cannot carry codec topk"):
         make_plan(layers, version=0, world_size=2, overrides={"in": (topk[0], Scheme.DENSE)})

@@ -118,7 +118,7 @@ def test_h_is_help(words: list[str]) -> None:
         ("plan --model gpt2 --workers 4", "give --latency and --bandwidth, or --clusters"),
         ("plan --model gpt2 --latency 1ms --bandwidth 1gbps", "give --workers, or --clusters"),
         ("plan --model gpt2 --workers 4 --latency 1ms --bandwidth 1GB", "bandwidth '1GB' is not allowed"),
-        ("report no_such_folder", "is no folder"),
+        ("report no_such_folder", "there is no folder "),
     ],
 )
 def test_a_value_that_is_not_allowed_ends_with_status_2_and_names_what_is_missing(words: str, says: str) -> None:

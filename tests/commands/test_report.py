@@ -10,6 +10,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from support.control_runs import start
 
 from cgx_ray.cli import main
 from cgx_ray.demo.summary import NetworkPhases, decision_delay, loss_target, make_rows, time_to_loss_s
@@ -204,6 +205,22 @@ def test_the_network_is_drawn_over_steps_where_the_run_has_them(runs):
     assert [x for x, _ in rate["new plan"]] == [HALF + 3] * 2
 
 
+def test_a_latency_that_no_step_has_measured_is_drawn_as_assumed(tmp_path):
+    # As within a machine, where a decision's latency is a default.
+    run = start(tmp_path)
+    run.gbps = 0.1
+    run.run(40)
+    names = panel(load_run(tmp_path), "latency")
+    assert any(name.startswith("network estimated, ") for name in names)
+    record = load_run(tmp_path)
+    for line in record.progress:
+        line["latency_ms"] = None
+    names = panel(record, "latency")
+    assert any(name.startswith("latency not measured, assumed, ") for name in names)
+    assert not any("estimated" in name for name in names)
+    assert any(name.startswith("network estimated, ") for name in panel(record, "rate"))
+
+
 def test_the_network_is_drawn_over_seconds_where_steps_are_not_known(runs, tmp_path):
     _, adaptive = runs
     (adaptive.run_dir / "steps.jsonl").unlink()
@@ -244,7 +261,8 @@ def test_the_report_draws_a_run_that_still_trains(runs, tmp_path):
     done = CliRunner().invoke(main, ["report", str(adaptive.run_dir), "--plot", str(picture), "--html", str(page)])
     assert done.exit_code == 0, done.output
     verdict, cut, said = done.output.splitlines()
-    assert verdict == "cgx_ray: 0 steps under dense; how fast dense would be is not known."
+    plan = "qsgd:bits=4,bucket_size=128 over sra"
+    assert verdict == f"cgx_ray: 0 steps under {plan}; how fast dense would be is not known."
     assert cut.startswith(f"{adaptive.run_dir / 'decisions.jsonl'}: the last line is cut, and left out: ")
     assert cut in page.read_text()
     assert said == f"2 decisions, 1 for another plan; picture: {picture}; report: {page}"
@@ -254,7 +272,7 @@ def test_the_report_draws_a_run_that_still_trains(runs, tmp_path):
 @pytest.mark.parametrize(
     ("file", "line", "message"),
     [
-        (None, None, "is no folder; give that of a run"),
+        (None, None, "there is no folder "),
         ("steps.jsonl", "", "holds no decision and no step, neither in decisions.jsonl, which a run with CGXConfig"),
         ("other.jsonl", None, "holds no links; give the file that `cgx-ray lab run --events` wrote"),
     ],
@@ -368,6 +386,14 @@ def test_the_report_of_a_demo_draws_its_adaptive_run_beside_the_dense_one(runs, 
     for name, color in (("dense", (0xD5, 0x5E, 0x00)), ("adaptive", (0x00, 0x72, 0xB2))):
         num_pixels = int((np.abs(pixels * 255 - color).max(axis=-1) < 2).sum())
         assert num_pixels > 1000, f"{num_pixels} pixels in the colour of {name}"
+
+
+def test_the_steps_show_the_plan_where_the_journal_ends_before_them(tmp_path):
+    for name, new_plan_at in (("dense", None), ("adaptive", HALF + 3)):
+        write_run(tmp_path, name, slow_s=3.0, new_plan_at=new_plan_at)
+    files = ["--plot", str(tmp_path / "x.png"), "--html", str(tmp_path / "x.html")]
+    verdict = CliRunner().invoke(main, ["report", str(tmp_path), *files]).output.splitlines()[0]
+    assert verdict.endswith("; qsgd:bits=4,bucket_size=128 over sra since step 23."), verdict
 
 
 def test_the_report_of_a_demo_without_its_dense_run_draws_the_adaptive_one(tmp_path):

@@ -202,6 +202,24 @@ def test_top_follows_a_folder_until_the_run_ends(tmp_path: Path, monkeypatch: py
     assert "(ended)" in picture.replace("&#160;", " ")
 
 
+def test_top_waits_for_a_folder_that_does_not_exist_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top, "RESTART_S", 0.0)
+    monkeypatch.setattr(top, "POLL_S", 0.0)
+    folder, seen = tmp_path / "runs" / "late", []
+    monkeypatch.setattr(top.time, "sleep", lambda seconds: seen.append(seconds) or appear())
+
+    def appear() -> None:
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            trained(folder).loop.end(100.0)
+
+    done = CliRunner().invoke(main, ["top", str(folder / "decisions.jsonl")])
+    assert done.exit_code == 0, done.output
+    output = done.output.replace("\n", " ")
+    assert f"waiting for {folder} to begin, a folder that does not exist yet; Ctrl-C ends" in output
+    assert output.rstrip().endswith("late has ended after step 30")
+
+
 def test_a_run_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
     trained(tmp_path).loop.end(100.0)
     done = CliRunner().invoke(main, ["top", str(tmp_path), "--once"])
@@ -255,9 +273,9 @@ def test_a_folder_that_is_missing_or_holds_no_run_is_one_clear_error(
 def test_a_name_with_a_slash_is_that_of_a_run_if_the_cluster_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(top, "connect", lambda address: None)
     monkeypatch.setattr(top, "_running", lambda: {"team/run": "team/run/1"})
-    assert top._folder_of("team/run", "auto") is None
+    assert top._folder_of("team/run", "auto", waits=False) is None
     with pytest.raises(ConfigError, match="no such folder: team/other, as there is no team;"):
-        top._folder_of("team/other", "auto")
+        top._folder_of("team/other", "auto", waits=False)
 
 
 def test_the_name_of_an_actor_tells_its_run_and_is_new_each_time() -> None:

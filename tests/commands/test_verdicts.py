@@ -83,12 +83,26 @@ def test_a_static_run_is_reported_and_compared_with_predicted_dense_steps(tmp_pa
     first, _, found = report(keep(tmp_path, "qsgd"))
     assert found["is_predicted"]
     assert " per step on average; dense was not measured, and is predicted to take " in first
-    newest = f"newest steps {found['speed_up']:.2f}x as fast as predicted for dense"
-    assert view_of_record(load_run(tmp_path)).speed == newest
+    speed = view_of_record(load_run(tmp_path)).speed
+    assert speed == f"dense is predicted to take {found['dense_step_s']:.2g} s per step"
     assert f"{QSGD} from the first step on" in first
     # As the adaptive run measures it on the same network.
     adaptive = report(train(tmp_path / "adaptive", 0.1))[2]
     assert found["dense_step_s"] == pytest.approx(adaptive["dense_step_s"], rel=0.3)
+
+
+def test_a_predicted_speed_up_is_named_neither_on_the_page_nor_on_the_terminal(tmp_path: Path) -> None:
+    first, page, found = report(keep(tmp_path / "static", "qsgd"), "--price", "3")
+    assert "x faster than dense" not in first + page
+    assert f"<dt>dense step, predicted</dt><dd>{found['dense_step_s']:.3g} s</dd>" in page
+    assert "Dense steps are predicted by the model of the measured link, so no speed-up is named." in page
+    assert "<dt>with dense gradients, predicted</dt>" in page
+    assert "<dt>speed-up of the run</dt>" not in page
+    first, page, found = report(train(tmp_path / "adaptive", 0.1), "--price", "3")
+    assert f"{found['speed_up']:.2g}x faster than dense" in first
+    assert f"<dt>speed-up of the run</dt><dd>{found['speed_up']:.2f}x</dd>" in page
+    assert "The speed-up is measured: against dense steps of this run." in page
+    assert "<dt>with dense gradients</dt>" in page
 
 
 def test_a_plan_counts_from_its_first_step_on(tmp_path: Path) -> None:
@@ -140,6 +154,7 @@ def test_a_journal_stands_for_its_folder(tmp_path: Path, monkeypatch: pytest.Mon
     for command in ("report", "compare"):
         done = CliRunner().invoke(main, [command, str(other), *[str(run)] * (command == "compare")])
         assert done.exit_code == 2, done.output
+        assert "is none of a run's files, decisions.jsonl and steps.jsonl; give the run's folder" in done.output
 
 
 def test_the_page_is_opened_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +185,7 @@ def test_runs_without_a_loss_are_named_once(tmp_path: Path) -> None:
     for name in ("one", "other"):
         train(tmp_path / name, 0.1)
     end = "; attachment.observe(loss=loss) in the training loop reports it"
-    assert f"of one and other no loss was reported{end}" in invoke("report", tmp_path).replace("\n", " ")
+    assert f"no loss was reported of one, other{end}" in invoke("report", tmp_path).replace("\n", " ")
     assert f"\nno loss was reported{end}" in invoke("report", tmp_path / "one")
 
 
@@ -183,16 +198,36 @@ def test_two_runs_are_compared_side_by_side(tmp_path: Path) -> None:
     assert [run["plan"] for run in found["runs"]] == ["dense", QSGD]
     rows = {line[:28].strip(): line[28:] for line in said.splitlines()}
     assert rows["time per step"].count("(measured)") == 2
-    # The first run was dense throughout.
-    assert rows["a dense step"].index("(measured)") < rows["a dense step"].index("(predicted)")
-    assert rows["speed-up of the run"].split()[-2:] == ["1.00x", "-"]
+    # The first run was dense throughout, so it is what the second is compared with.
+    dense, quantized = found["runs"]
+    assert quantized["speed_up"] == found["step_ratio"]
+    assert quantized["dense_step_s"] == dense["step_s"]
+    assert rows["a dense step"].count("(measured)") == 2
+    assert said.count(f"{found['step_ratio']:.2f}x") == 1
+    assert "speed-up" not in said
     for row in ("time per step", "loss at the end", "expected loss over dense's", "plan at the end"):
         assert row in said
     assert said.splitlines()[-1].startswith(
-        "of dense_run and quantized no loss was reported; attachment.observe(loss=loss) "
+        "no loss was reported of dense_run, quantized; attachment.observe(loss=loss) "
     )
     done = CliRunner().invoke(main, ["compare", str(one), str(tmp_path / "nothing")])
     assert done.exit_code == 2
+
+
+def test_losses_are_compared_at_the_last_step_of_the_shorter_run(tmp_path: Path) -> None:
+    for name, num_steps in (("short", 40), ("long", 80)):
+        run = start(tmp_path / name)
+        run.loss = lambda step: 10.0 - step / 10
+        run.run(num_steps)
+        run.loop.end(1e3)
+    path = tmp_path / "compared.json"
+    said = invoke("compare", tmp_path / "short", tmp_path / "long", "--json", path)
+    found = json.loads(path.read_text())
+    assert found["loss_step"] == 40
+    assert f"loss at step {found['loss_step']}" in said
+    losses = [run["loss"] for run in found["runs"]]
+    # Each is the mean of a line of its journal.
+    assert losses == pytest.approx([10.0 - found["loss_step"] / 10] * 2, abs=0.2)
 
 
 def test_one_decision_on_a_change_does_not_make_the_error(tmp_path: Path) -> None:
@@ -210,6 +245,18 @@ def test_sentences_of_the_page_have_no_backticks_and_try_balanced_before_fast(tm
     assert "fidelity='fast'" in next_step(record, None)
     _, page, _ = report(tmp_path)
     assert "`" not in page
+
+
+def test_predictions_that_are_off_are_looked_into_by_a_command_that_fits_the_run(tmp_path: Path) -> None:
+    record = load_run(train(tmp_path, 0.1))
+    for line in record.outcomes:
+        line["measured_step_s"] *= 2
+    text = next_step(record, None)
+    assert "`cgx-ray probe` on a Ray cluster or by `cgx-ray why --probe -- torchrun ...`" in text
+    record.starts[-1]["nodes"] = ["127.0.0.1"] * WORLD
+    text = next_step(record, None)
+    assert "see whether other programs use the processors of this machine" in text
+    assert "probe" not in text
 
 
 def test_charts_that_would_be_constant_are_left_out_and_each_codec_has_one_colour(tmp_path: Path) -> None:

@@ -140,7 +140,8 @@ def test_a_rule_that_cannot_hold_is_refused(given: dict[str, Any], message: str)
 def test_a_rule_that_matches_nothing_is_refused_with_a_name_that_exists(policy: str) -> None:
     for rules in ({"overrides": {"lm_head*": "none"}}, {"exclude": ("lm_head*",)}):
         settings = Settings(policy=policy, **rules)  # type: ignore[arg-type]
-        with pytest.raises(PlanError, match=r"'lm_head\*' matches none of 3 layers; .* such as 'embed' \(frozen"):
+        pattern = r"pattern 'lm_head\*' of exclude or overrides"
+        with pytest.raises(PlanError, match=rf"{pattern} matches none of 3 layers; .* such as 'embed' \(frozen"):
             settings.first_plan(LAYERS, WORLD, 1 << 40)
 
 

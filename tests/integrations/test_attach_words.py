@@ -69,6 +69,11 @@ def test_an_argument_without_its_name_is_told_what_to_write(take: Callable[[], o
     assert f" by name; did you mean {says}?" in str(caught.value)
 
 
+def test_a_folder_is_told_its_place_in_ray_train() -> None:
+    with pytest.raises(cgx_ray.ConfigError, match=r"CGXConfig takes no folder; .* of RunConfig\(storage_path=, "):
+        cgx_ray.CGXConfig(folder="runs/one")  # type: ignore[call-arg]
+
+
 def test_every_public_name_whose_arguments_have_names_says_so() -> None:
     makers = {name: getattr(module, name) for module in (cgx_ray, cgx_ray.policies) for name in module.__all__}
     makers["Attachment.observe"] = cgx_ray.Attachment.observe

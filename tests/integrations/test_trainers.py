@@ -212,9 +212,11 @@ def test_trainings_go_on_from_their_checkpoints_bit_for_bit(tmp_path: Path) -> N
 
 
 def test_the_journal_of_a_trainer_that_decides_is_in_its_own_folder() -> None:
+    from transformers import Trainer
+
     from cgx_ray.integrations.transformers import CGXCallback
 
-    trainer, arguments = Attachment(None), SimpleNamespace(output_dir="out")
+    trainer, arguments = Trainer.__new__(Trainer), SimpleNamespace(output_dir="out")
     for options, folder in [
         ({}, None),
         ({"codec": "bf16"}, None),
@@ -224,6 +226,23 @@ def test_the_journal_of_a_trainer_that_decides_is_in_its_own_folder() -> None:
         ({"policy": "adaptive", "folder": "own"}, "own"),
     ]:
         assert CGXCallback(trainer, **options)._with_folder(arguments).get("folder") == folder, options
+
+
+def test_a_callback_that_is_given_other_arguments_says_what_to_write() -> None:
+    from transformers import Trainer
+
+    from cgx_ray.integrations import lightning, transformers
+
+    trainer = Trainer.__new__(Trainer)
+    for make, says in (
+        (lambda: lightning.CGXCallback("adaptive"), "by name; did you mean CGXCallback(policy='adaptive')?"),
+        (lambda: transformers.CGXCallback(trainer, "static"), "did you mean CGXCallback(trainer, policy='static')?"),
+        (lambda: transformers.CGXCallback("bf16"), "got 'bf16' in place of the Trainer; make the Trainer first, then "),
+        (lambda: transformers.CGXCallback(codec="bf16"), "then trainer.add_callback(CGXCallback(trainer))"),
+    ):
+        with pytest.raises(cgx_ray.ConfigError) as caught:
+            make()
+        assert says in str(caught.value)
 
 
 def test_files_of_other_ranks_are_averaged(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 from support.why.made_records import FORWARD_S, card, training
 
+from cgx_ray.units import format_seconds
 from cgx_ray.why.records import ProbedPath, RankRecord, StepTimes
 from cgx_ray.why.show import show_verdict
 from cgx_ray.why.verdict import EXIT_STATUS, Bound, verdict_of
@@ -90,6 +91,7 @@ def test_a_slow_rank_is_named_with_its_reason(node: dict[str, Any], given: dict[
     assert verdict.costs[0].seconds == pytest.approx(0.3)
     assert says in verdict.costs[0].remedy
     assert "waiting for rank 2 on node-2" in verdict.sentence
+    assert "other waits" not in verdict.sentence, "compute and this wait are nearly all of it"
 
 
 def test_input_of_all_ranks_and_of_one_are_both_input() -> None:
@@ -162,7 +164,11 @@ def test_input_that_stalls_in_turns_is_input_and_the_rest_is_the_ranks() -> None
     found = {(cost.bound, cost.who): cost.seconds for cost in verdict.costs}
     assert found[Bound.INPUT, "ranks in turns"] == pytest.approx(0.298)
     assert found[Bound.RANK, "ranks in turns"] == pytest.approx(0.05)
-    assert "waiting for the input of ranks in turns" in verdict.sentence
+    assert verdict.parts is not None
+    compute_s = verdict.parts.compute_s
+    rest_s = verdict.parts.step_s - compute_s - 0.298
+    compute, rest = format_seconds(compute_s), format_seconds(rest_s)
+    assert f" {compute} compute, {rest} other waits, 298 ms waiting for the input of ranks in" in verdict.sentence
 
 
 def test_round_trips_count_where_buckets_are_small_and_larger_ones_mend_it() -> None:

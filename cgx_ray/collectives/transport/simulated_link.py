@@ -14,6 +14,7 @@ from cgx_ray.errors import ConfigError, names_arguments
 class SimulatedLink:
     """Latency and rate of the simulated link between any two ranks.
 
+    For `CGXConfig(simulated_link=)`, and without Ray `attach(..., simulated_link=)`.
     Every rank counts as a node of its own, so hierarchical plans run as flat ones.
 
     latency_s  one way

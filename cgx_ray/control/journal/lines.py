@@ -96,7 +96,12 @@ class Journal:
 
     def _lose(self, why: str) -> None:
         if self.num_errors == 0:
-            logger.warning("decisions are not written to %s: %s; training goes on", self.path, why)
+            logger.warning(
+                "lines of the journal %s are lost: %s; training goes on, but `cgx-ray report` will lack them: free its "
+                "disk, or give the next run another folder",
+                self.path,
+                why,
+            )
         self.num_errors += 1
 
 

@@ -139,13 +139,18 @@ class RunTotals:
             new = _InForce(plan["plan"], plan.get("expected_loss"), "expected_loss" in plan, is_trial)
             self._plans.setdefault(plan["version"], new)
 
-    def _add_progress(self, entry: Mapping[str, Any]) -> None:
-        num_steps, speed_up = entry["num_steps"], entry.get("speed_up")
-        seconds, plan = num_steps * entry["step_s"], plan_under(entry["version"], self._plans)
-        if self._decided is not None and entry["version"] >= self._decided[0]:
+    def add_version(self, step: int, version: int) -> _InForce | None:
+        """Take in that the ranks had the plan of this `version` from `step` on, and return the plan."""
+        plan = plan_under(version, self._plans)
+        if self._decided is not None and version >= self._decided[0]:
             self._decided = None
         if plan is not None and not plan.is_trial and plan.plan != self.plan:
-            self.plan, self.since = plan.plan, entry["step"] - num_steps + 1
+            self.plan, self.since = plan.plan, step
+        return plan
+
+    def _add_progress(self, entry: Mapping[str, Any]) -> None:
+        num_steps, speed_up = entry["num_steps"], entry.get("speed_up")
+        seconds, plan = num_steps * entry["step_s"], self.add_version(entry["step"] - num_steps + 1, entry["version"])
         self.num_all += num_steps
         self.all_s += seconds
         self.compute_s += num_steps * min(entry["compute_s"], entry["step_s"])
@@ -194,7 +199,9 @@ class RunTotals:
             ran = "was not measured"
             if self.num_in_dense:
                 ran = f"took {format_seconds(self.in_dense_s / self.num_in_dense)} where it ran"
-            said = f"{took} per step on average; {DENSE} {ran}, and is predicted to take {dense_took} on this network"
+            said = (
+                f"{took} per step on average; {DENSE} {ran}, and is predicted to take {dense_took} over the whole run"
+            )
             return "; ".join([said, *self._about_plan()])
         digits = ".2f" if ratio < 1.1 else ".2g" if ratio < 9.95 else ".0f"
         said = f"{ratio:{digits}}x faster than {DENSE}"
@@ -227,17 +234,15 @@ class RunTotals:
 
     def _dense_verdict(self) -> str:
         compute = self._compute_share
-        why = "no other plan promised enough on this network"
+        why = "no other plan promised enough"
         if compute >= MOSTLY:
             why = "compute bounds your steps, compression would not pay here"
         elif late := self._decided_late:
             why = late
         elif self.is_static:
             rest = f"{1 - compute:.0%} of a step is not compute"
-            helps = (
-                "though compression saves little within a machine, but on a simulated link"
-                if self.is_on_one_host
-                else "so policy adaptive may help"
-            )
+            helps = "so policy adaptive may help"
+            if self.is_on_one_host:
+                helps = "but within a machine compression saves little of it, unless the links are simulated"
             why = f"as policy static keeps it; {rest}, {helps}"
         return f"{DENSE} {100 * self.in_dense_s / self.steps_s:.0f} % of the time: {why}"
