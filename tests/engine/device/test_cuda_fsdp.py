@@ -110,7 +110,7 @@ def _losses(rank: int, device: str, variant: str, num_replicas: int) -> list[flo
     return losses
 
 
-# On CPUs tests/engine/test_fsdp.py trains in more ways, beside plain FSDP2.
+# On CPUs tests/engine/sharded/test_fsdp.py trains in more ways, beside plain FSDP2.
 @pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
