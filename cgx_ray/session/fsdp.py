@@ -20,7 +20,7 @@ from cgx_ray.collectives.transport.lifeline import Lifeline
 from cgx_ray.engine.loss_scale import LossScale, Scaler, holds
 from cgx_ray.engine.sharded import fsdp_hook, fsdp_layout
 from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
-from cgx_ray.engine.sharded.shards import codecs_of
+from cgx_ray.engine.sharded.shards import all_codecs, check_plan
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import BUILT_IN, DEFAULT_GROUP_BYTES, CodecSpec, Plan
 from cgx_ray.session.agree import GatheredGroup, agree, connect
@@ -71,8 +71,8 @@ def make_engine(
         if plan is None:
             plan = settings.first_plan(layers, dist.get_world_size(), DEFAULT_GROUP_BYTES)
         plan = agree(layers, plan.to_json(), world.gather, str(parameters))
-        codecs = {*codecs_of(plan).values(), *([parameter_codec] if parameter_codec is not None else [])}
-        build_kernels(codecs, units[0].device)
+        check_plan(plan, units)
+        build_kernels(all_codecs(plan) | ({parameter_codec} if parameter_codec is not None else set()), units[0].device)
         engine = ShardedEngine(
             units,
             plan,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from cgx_ray.engine.layers import as_layer
-from cgx_ray.engine.sharded.shards import ShardedLayer, Unit
+from cgx_ray.engine.sharded.shards import MAX_UNITS, ShardedLayer, Unit
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import CodecSpec
 from cgx_ray.torch_compat import (
@@ -95,8 +95,11 @@ def make_units(
 ) -> list[Unit]:
     """Return one unit per group, in order, whose gradients have no codecs yet. `own_row`: as of a `Unit`.
 
-    Raises ConfigError if parameters are to be encoded and FSDP2 gathers some after forward over other ranks.
+    Raises ConfigError if there are too many, and if parameters are to be encoded and FSDP2 gathers some after forward
+    over other ranks.
     """
+    if len(groups) > MAX_UNITS:
+        raise ConfigError(f"`fully_shard` was called for {len(groups)} modules; give it at most {MAX_UNITS}")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     units = []
     for index, (module, group) in enumerate(groups.items()):

@@ -21,7 +21,7 @@ from cgx_ray.engine.agreement import Agreement, HeldPlans, build_for
 from cgx_ray.engine.loss_scale import Scales
 from cgx_ray.engine.sharded.shard_exchange import ShardExchange
 from cgx_ray.engine.sharded.shard_memory import ShardMemory
-from cgx_ray.engine.sharded.shards import Unit, check_plan, codecs_of
+from cgx_ray.engine.sharded.shards import Unit, all_codecs, check_plan, codecs_of
 from cgx_ray.engine.step import PauseWatch
 from cgx_ray.engine.step_sample import sample_of_shards
 from cgx_ray.engine.telemetry import Telemetry
@@ -153,7 +153,7 @@ class ShardedEngine:
         """
         plan.check([layer for unit in self._units for layer in unit.layers], self._minima.world_size)
         check_plan(plan, self._units)
-        build_for(plan, set(codecs_of(plan).values()), self._units[0].device)
+        build_for(plan, all_codecs(plan), self._units[0].device)
         self._held.add(plan, self.plan)
 
     @property
@@ -326,7 +326,10 @@ class ShardedEngine:
 
 
 class _GridMinima:
-    """Minima over all ranks: first over those that share the parameters, then over those that hold the same shard."""
+    """Minima over all ranks: first over those that share the parameters, then over those that hold the same shard.
+
+    The first one has a step to arrive, and the second one the time from there to the next step.
+    """
 
     def __init__(self, rank: int, shards: Transport, replicas: Transport | None) -> None:
         self.rank = rank
@@ -341,7 +344,7 @@ class _GridMinima:
         return self._finish
 
     def relay(self) -> None:
-        """Begin with replicas, once the ranks that share the parameters are done. `_finish` does else."""
+        """Begin with replicas, once the ranks that share the parameters are done. Otherwise `_finish` does."""
         if self._first is not None:
             found_K, self._first = self._first(), None
             self._second = _started(self._replicas, found_K) if self._replicas is not None else lambda: found_K

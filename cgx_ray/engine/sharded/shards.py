@@ -18,9 +18,10 @@ from cgx_ray.codecs.codec import HOST, RESIDUALS
 from cgx_ray.errors import PlanError
 from cgx_ray.plan import CODECS_OF_SCHEME, NONE, CodecSpec, Device, Intra, Layer, Option, Plan, Scheme
 
-# Codecs that the layers of one unit may have. Their parts are numbered from an even multiple of this, and those of its
-# parameters from the next odd one.
+# Codecs that the layers of one unit may have. Unit i numbers the messages of its gradients from 16 i, and those of its
+# parameters from 16 i + 8. A message has two bytes for the number.
 MAX_CODECS = 8
+MAX_UNITS = (1 << 16) // (2 * MAX_CODECS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +246,7 @@ def _split(
 
 
 def check_plan(plan: Plan, units: Sequence[Unit]) -> None:
-    """Raise PlanError if a sharded model, whose layers `plan` has, cannot have it after the one in force."""
+    """Raise PlanError if a sharded model cannot have `plan`, which covers its layers, after the plan in force."""
     if plan.lease is not None:
         check_plan(plan.lease.fallback, units)
     if plan.period > 1:
@@ -259,7 +260,9 @@ def check_plan(plan: Plan, units: Sequence[Unit]) -> None:
     for unit in units:
         used = {codecs[layer.name] for layer in unit.layers}
         if len(used) > MAX_CODECS:
-            raise PlanError(f"module {unit.name!r} has {len(used)} codecs in one plan; give at most {MAX_CODECS}")
+            raise PlanError(
+                f"module {unit.name!r} has {len(used)} codecs, with that of small layers; give at most {MAX_CODECS}"
+            )
         for part in unit.gradients:
             for layer in part.layers:
                 _check_change(layer.layer.name, part.codec.spec, codecs[layer.layer.name])
@@ -292,3 +295,9 @@ def _check_change(layer: str, before: CodecSpec, after: CodecSpec) -> None:
 def codecs_of(plan: Plan) -> dict[str, CodecSpec]:
     """Return the codec of each layer."""
     return {name: group.option.codec for group in plan.groups for name in group.layers}
+
+
+def all_codecs(plan: Plan) -> set[CodecSpec]:
+    """Return the codecs of the plan, and of the one that follows its lease."""
+    plans = (plan,) if plan.lease is None else (plan, plan.lease.fallback)
+    return {group.option.codec for one in plans for group in one.groups}

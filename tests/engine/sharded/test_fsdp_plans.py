@@ -11,6 +11,7 @@ import torch
 from support.branches import Branches
 from support.ranks import run_cases, run_ranks
 from support.sharded import (
+    BITS8,
     backward,
     gradients_of,
     largest_difference,
@@ -22,7 +23,10 @@ from support.sharded import (
 )
 
 import cgx_ray
+from cgx_ray.engine import agreement
+from cgx_ray.engine.sharded import fsdp_layout
 from cgx_ray.plan import Lease, Plan, make_plan
+from cgx_ray.session import fsdp
 
 LAYERS = cgx_ray.layers_of(Branches())
 WEIGHTS = ("first.weight", "left.weight", "right.weight")
@@ -88,6 +92,29 @@ def test_a_plan_with_a_lease_gives_way_to_the_one_before() -> None:
     first, second = run_ranks(2, _leased)
     assert first == second
     assert first == [0, *[1] * 6, 2]
+
+
+def _built(rank: int) -> tuple[list[list[str]], str]:
+    """Return the names of codecs whose kernels are built, at attach and in `hold`, and why many modules are refused."""
+    built: list[list[str]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (agreement, fsdp):
+            patch.setattr(
+                module, "build_kernels", lambda codecs, device: built.append(sorted(one.name for one in codecs))
+            )
+        attachment = cgx_ray.attach(shard(Branches(), make_mesh()), codec="bf16", parameters=BITS8)
+        attachment.hold(replace(_plan(1, 2, "fp16"), lease=Lease(last_step=5, fallback=_plan(2, 2, "terngrad"))))
+        attachment.close()
+        patch.setattr(fsdp_layout, "MAX_UNITS", 1)
+        with pytest.raises(cgx_ray.ConfigError) as refused:
+            cgx_ray.attach(shard(Branches(), make_mesh()), codec="bf16")
+    return built, str(refused.value)
+
+
+def test_kernels_of_a_plan_and_of_its_fallback_are_built_before_training() -> None:
+    for built, refused in run_ranks(2, _built):
+        assert built == [["bf16", "qsgd"], ["fp16", "none", "terngrad"]]
+        assert refused.endswith("`fully_shard` was called for 4 modules; give it at most 1")
 
 
 def _with_rules(rank: int, attach: Callable[..., cgx_ray.Attachment]) -> tuple[dict[str, str], list[str]]:
