@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import struct
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -23,6 +24,8 @@ from cgx_ray.plan import CodecSpec, Plan
 _LARGEST = torch.iinfo(torch.int64).max
 # Growth of the difference between two warnings of it.
 WARN_AGAIN = 10.0
+# Seconds in which a plan reaches all ranks, or else is held by some alone.
+ARRIVES_S = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +111,8 @@ class Agreement:
         self._asked: int | None = None
         self._named: int | None = None
         self._sure: int | None = None
+        # Newest version that not all ranks hold, and since when; None once it was warned of.
+        self._partly: tuple[int, float | None] = -1, None
 
     def post(
         self,
@@ -182,11 +187,28 @@ class Agreement:
         if weights != NO_HASH:
             self.compared_step = step
         is_same = held in (-minus_held, self._sure)
+        if not is_same:
+            self._warn_of(-minus_held, step, in_force)
         asked, self._asked = self._asked, None if is_same else held
         agreed = held if self._asked is None else in_force
         if self._asked is not None and asked is not None and is_held:
             agreed = max(asked, in_force)
         return int(agreed), -int(minus_affordable_from)
+
+    def _warn_of(self, version: int, step: int, in_force: int) -> None:
+        """Warn once of a plan that some ranks have held for long, and others not."""
+        known, since_s = self._partly
+        if known != version:
+            self._partly = version, time.monotonic()
+        elif since_s is not None and time.monotonic() - since_s >= ARRIVES_S:
+            self._partly = version, None
+            if self._transport.rank == 0:
+                logger.warning(
+                    "step %d: some ranks hold plan %d, others do not: plan %d stays in force; call hold on every rank",
+                    step,
+                    version,
+                    in_force,
+                )
 
     def drift_at(self, step: int) -> float | None:
         """Return how much the ranks' weights differed before `step`, 0 if not at all; None if it is not known."""

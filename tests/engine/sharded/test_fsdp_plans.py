@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from support.branches import Branches
-from support.ranks import run_cases, run_ranks
+from support.ranks import log_lines, run_cases, run_ranks
 from support.sharded import (
     BITS8,
     backward,
@@ -92,6 +92,25 @@ def test_a_plan_with_a_lease_gives_way_to_the_one_before() -> None:
     first, second = run_ranks(2, _leased)
     assert first == second
     assert first == [0, *[1] * 6, 2]
+
+
+def _held_alone(rank: int) -> list[str]:
+    said = log_lines()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "ARRIVES_S", 0.0)
+        model = shard(Branches(), make_mesh())
+        attachment = cgx_ray.attach(model, codec="bf16")
+        if rank == 0:
+            attachment.hold(_plan(3, 2))
+        train(model, rank, range(6))
+        attachment.close()
+    return [line for line in said if "plan 3" in line]
+
+
+def test_a_plan_that_one_rank_alone_holds_is_warned_of_once() -> None:
+    said = "some ranks hold plan 3, others do not: plan 0 stays in force; call hold on every rank"
+    first, second = run_ranks(2, _held_alone)
+    assert ([said in line for line in first], second) == ([True], [])
 
 
 def _built(rank: int) -> tuple[list[list[str]], str]:
