@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.branches import Branches, batch
 from support.given_gradients import Given
 from support.ranks import run_cases
@@ -74,6 +75,41 @@ def test_shards_have_the_bits_of_a_cpu(num_ranks: int, num_replicas: int) -> Non
             assert isinstance(other, list), other
             for index, (tensor, on_gpu) in enumerate(zip(one, other, strict=True)):
                 assert torch.equal(tensor, on_gpu), (codec, index, tensor.shape, float((tensor - on_gpu).abs().max()))
+
+
+def _changing(rank: int, device: str, num_replicas: int) -> tuple[list[int], list[Tensor]]:
+    """Return the plan in force by step, and this rank's shards of all gradients, from 4 bits to bf16 to 3 bits."""
+    model = Given(SHAPES).to(device)
+    layers = cgx_ray.layers_of(model)
+    generator = torch.Generator().manual_seed(rank)
+    gradients = [torch.randn(shape, generator=generator).to(device) for shape in SHAPES]
+    fully_shard(model, mesh=make_mesh(num_replicas, device))
+    attachment = cgx_ray.attach(model, codec="qsgd:bits=4")
+    found = []
+    for step in range(8):
+        if step in (2, 5):
+            codec, world_size = "bf16" if step == 2 else "qsgd:bits=3", dist.get_world_size()
+            attachment.hold(cgx_ray.make_plan(layers, version=step, world_size=world_size, codec=codec))
+        model(gradients).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            found.append(_local(parameter.grad).cpu())
+            parameter.grad = None
+    versions = [sample.plan_version for sample in attachment.take_samples()]
+    attachment.close()
+    return versions, found
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (4, 2)])
+def test_plans_change_at_the_same_step_to_the_bits_of_a_cpu(num_ranks: int, num_replicas: int, device: str) -> None:
+    on_cpu, on_device = run_cases(
+        num_ranks, [partial(_changing, device=one, num_replicas=num_replicas) for one in ("cpu", device)]
+    )
+    for one, other in zip(on_cpu, on_device, strict=True):
+        assert isinstance(other, tuple), other
+        assert one[0] == other[0] == [0, 0, 0, 2, 2, 2, 5, 5]
+        assert all(torch.equal(expected, found) for expected, found in zip(one[1], other[1], strict=True))
 
 
 # By name: arguments of `fully_shard`.
