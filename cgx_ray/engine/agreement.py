@@ -72,7 +72,7 @@ def build_for(plan: Plan, codecs: Iterable[CodecSpec], device: torch.device) -> 
 
 
 class Minima(Protocol):
-    """What an agreement needs of a `Transport` to all ranks."""
+    """The part of a `Transport` to all ranks that an agreement uses."""
 
     rank: int
     world_size: int

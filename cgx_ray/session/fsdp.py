@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from cgx_ray.codecs import build_kernels
 from cgx_ray.collectives import Transport
 from cgx_ray.collectives.transport.gathered import Gatherer
 from cgx_ray.collectives.transport.gloo_sockets import noted_listeners
@@ -20,7 +19,6 @@ from cgx_ray.collectives.transport.lifeline import Lifeline
 from cgx_ray.engine.loss_scale import LossScale, Scaler, holds
 from cgx_ray.engine.sharded import fsdp_hook, fsdp_layout
 from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
-from cgx_ray.engine.sharded.shards import all_codecs, check_plan
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import BUILT_IN, DEFAULT_GROUP_BYTES, CodecSpec, Plan
 from cgx_ray.session.agree import GatheredGroup, agree, connect
@@ -71,8 +69,6 @@ def make_engine(
         if plan is None:
             plan = settings.first_plan(layers, dist.get_world_size(), DEFAULT_GROUP_BYTES)
         plan = agree(layers, plan.to_json(), world.gather, str(parameters))
-        check_plan(plan, units)
-        build_kernels(all_codecs(plan) | ({parameter_codec} if parameter_codec is not None else set()), units[0].device)
         engine = ShardedEngine(
             units,
             plan,

@@ -349,12 +349,13 @@ class Transport:
         Do not use `values_K` before that function has returned. One minimum `within_step` and another one may be under
         way at once.
         """
-        if self._mesh is None:
-            work = dist.all_reduce(values_K, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
-            return partial(self._finish_vendor_minimum, self.watched("the agreement", work), values_K)
-        channel = _STEP_CHANNEL if within_step else _AGREEMENT_CHANNEL
-        ticket = self._mesh.post_minimum(values_K, partners(self.rank, self.world_size), channel)
-        return partial(self._finish_minimum, self._mesh, ticket, values_K)
+        with self.reporting("the agreement"):
+            if self._mesh is None:
+                work = dist.all_reduce(values_K, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
+                return partial(self._finish_vendor_minimum, self.watched("the agreement", work), values_K)
+            channel = _STEP_CHANNEL if within_step else _AGREEMENT_CHANNEL
+            ticket = self._mesh.post_minimum(values_K, partners(self.rank, self.world_size), channel)
+            return partial(self._finish_minimum, self._mesh, ticket, values_K)
 
     def _finish_vendor_minimum(self, call: VendorCall, values_K: Tensor) -> Tensor:
         with self.reporting(call.name):

@@ -88,12 +88,7 @@ class ShardMemory:
 
     def check(self, memories: Mapping[str, Mapping[str, Tensor]], plan: str) -> None:
         """Raise StateError if `memories` are not those of this model and codec. `plan` describes the codec."""
-        numels = {
-            layer.layer.name: layer.layer.numel
-            for part in self._parts
-            if part.memory is not None
-            for layer in part.layers
-        }
+        numels = {layer.layer.name: layer.layer.numel for part in self._parts for layer in part.layers}
         for kind in KINDS:
             for name, value in memories[kind].items():
                 if kind != RESIDUALS or numels.get(name) != value.numel():

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cgx_ray.codecs import build_kernels
 from cgx_ray.codecs.codec import RESIDUALS
 from cgx_ray.collectives import Transport
 from cgx_ray.engine.agreement import Agreement, HeldPlans, build_for
+from cgx_ray.engine.group import codecs_on_device
 from cgx_ray.engine.loss_scale import Scales
 from cgx_ray.engine.sharded.shard_exchange import ShardExchange
 from cgx_ray.engine.sharded.shard_memory import ShardMemory
-from cgx_ray.engine.sharded.shards import Unit, all_codecs, check_plan, codecs_of
+from cgx_ray.engine.sharded.shards import Unit, check_plan, codecs_of
 from cgx_ray.engine.step import PauseWatch
 from cgx_ray.engine.step_sample import sample_of_shards
 from cgx_ray.engine.telemetry import Telemetry
@@ -75,6 +77,7 @@ class ShardedEngine:
         # Small layers go as they are.
         codecs = [part.codec.spec for unit in units for part in unit.parameters]
         self.parameter_codec = next((codec for codec in codecs if codec != NONE), NONE if codecs else None)
+        build_kernels([*codecs_on_device(plan, shards), *codecs], units[0].device)
         self._exchange = ShardExchange(shards, replicas, plan.version, seed, sums_inside=sums_inside)
         self._memory = ShardMemory(units, shards, judged_together)
         self._minima = _GridMinima(rank, shards, replicas)
@@ -153,7 +156,7 @@ class ShardedEngine:
         """
         plan.check([layer for unit in self._units for layer in unit.layers], self._minima.world_size)
         check_plan(plan, self._units)
-        build_for(plan, all_codecs(plan), self._units[0].device)
+        build_for(plan, codecs_on_device(plan, self._exchange.transports[0]), self._units[0].device)
         self._held.add(plan, self.plan)
 
     @property
@@ -340,24 +343,19 @@ class _GridMinima:
 
     def start_minimum(self, values_K: Tensor) -> Callable[[], Tensor]:
         """See `Transport.start_minimum`. One at a time."""
-        self._first = _started(self._shards, values_K)
+        self._first = self._shards.start_minimum(values_K)
         return self._finish
 
     def relay(self) -> None:
         """Begin with replicas, once the ranks that share the parameters are done. Otherwise `_finish` does."""
         if self._first is not None:
             found_K, self._first = self._first(), None
-            self._second = _started(self._replicas, found_K) if self._replicas is not None else lambda: found_K
+            self._second = self._replicas.start_minimum(found_K) if self._replicas is not None else lambda: found_K
 
     def _finish(self) -> Tensor:
         self.relay()
         assert self._second is not None
         return self._second()
-
-
-def _started(transport: Transport, values_K: Tensor) -> Callable[[], Tensor]:
-    with transport.reporting("the agreement"):
-        return transport.start_minimum(values_K)
 
 
 def _as_it_is(average_T: Tensor) -> Tensor:

@@ -238,8 +238,16 @@ def _split(
         if part is None:
             feeds_back = before is not None
             part = Part(
-                index, spec, own_layers, own_offsets, num_ranks, feeds_back=feeds_back, device=device, own_row=own_row
+                index + place,
+                spec,
+                own_layers,
+                own_offsets,
+                num_ranks,
+                feeds_back=feeds_back,
+                device=device,
+                own_row=own_row,
             )
+        # One of before may have had another place.
         part.index = index + place
         parts.append(part)
     return parts
@@ -295,9 +303,3 @@ def _check_change(layer: str, before: CodecSpec, after: CodecSpec) -> None:
 def codecs_of(plan: Plan) -> dict[str, CodecSpec]:
     """Return the codec of each layer."""
     return {name: group.option.codec for group in plan.groups for name in group.layers}
-
-
-def all_codecs(plan: Plan) -> set[CodecSpec]:
-    """Return the codecs of the plan, and of the one that follows its lease."""
-    plans = (plan,) if plan.lease is None else (plan, plan.lease.fallback)
-    return {group.option.codec for one in plans for group in one.groups}
