@@ -26,7 +26,7 @@ from cgx_ray.planner.prediction import Measured
 logger = logging.getLogger(__name__)
 
 # Rises when `History` changes, so that a snapshot of another version is not misread.
-SNAPSHOT_FORMAT = 12
+SNAPSHOT_FORMAT = 13
 # Newest plans that are handed over. Ranks and leases refer to the last two or three.
 KEPT_PLANS = 8
 # Raised by a pickle that is cut or changed.
@@ -44,6 +44,7 @@ class Registration:
     encodes_on   where codecs run
     bus, engine  as in `Measured`
     step         that the ranks begin with
+    is_sharded   FSDP2 cuts the parameters: plans are chosen by trial (`trial.tried_codecs`)
     """
 
     layers: tuple[Layer, ...]
@@ -53,6 +54,7 @@ class Registration:
     bus: Link | None = None
     engine: EngineCost = HOST_ENGINE
     step: int = 0
+    is_sharded: bool = False
 
     @property
     def of_device(self) -> dict[str, Any]:

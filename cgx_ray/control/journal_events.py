@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cgx_ray.control.group_reports import GroupReports
 from cgx_ray.control.history import Registration
 from cgx_ray.control.joined_steps import AWAITED_S, JoinedStep
 from cgx_ray.control.journal.lines import (
@@ -21,7 +22,6 @@ from cgx_ray.control.journal.lines import (
 )
 from cgx_ray.control.journal.sentences import decision_line
 from cgx_ray.control.policies.policy import Policy
-from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.errors import listed
 from cgx_ray.monitors.sample import Fault, NodeSample, NodeStep
 from cgx_ray.plan import Plan
@@ -69,7 +69,7 @@ class JournalEvents:
         # Ranks that share memory on the node that has reported last.
         self._num_local = 1
 
-    def start(self, policy: Policy, state: WorkerGroupState, registration: Registration, time_s: float) -> None:
+    def start(self, policy: Policy, state: GroupReports, registration: Registration, time_s: float) -> None:
         """Write the first line of a worker group, once."""
         if self._is_started:
             return
@@ -97,6 +97,13 @@ class JournalEvents:
         if entry["kind"] != "keep":
             self._coming[entry["new"]["version"]] = entry, codec
 
+    def line(self, entry: dict[str, Any]) -> None:
+        """Write a line of a trial down, a decision as `decision` does."""
+        if entry["event"] == "decision":
+            self.decision(entry, None)
+        else:
+            self._journal.write(entry)
+
     def plan_of(self, step: JoinedStep) -> None:
         """Log the decision for the plan of `step` if that is the first step under it."""
         if step.plan_version in self._coming:
@@ -105,7 +112,7 @@ class JournalEvents:
         # Of those before it, a later one has taken the place.
         self._coming = {version: one for version, one in self._coming.items() if version > step.plan_version}
 
-    def silence(self, state: WorkerGroupState, time_s: float) -> None:
+    def silence(self, state: GroupReports, time_s: float) -> None:
         """Write down which ranks are silent now, and log each rank the first time."""
         self._journal.write(silence_entry(state.silent_ranks, step=state.last_step, time_s=time_s))
         new = state.silent_ranks - self._named_silent

@@ -24,39 +24,31 @@ option that kept the least of a plan under which the loss got worse, and all tha
 from __future__ import annotations
 
 import logging
-import math
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from cgx_ray.control.guard import beside_dense, disable, replace_by_dense, return_home
 from cgx_ray.control.history import KEPT_PLANS, History, Registration
 from cgx_ray.control.joined_steps import JoinedStep
-from cgx_ray.control.journal.facts import CauseKind, LoopFacts
-from cgx_ray.control.journal.lines import Journal, MadeBy, decision_entry, outcome_entry, report_hint
+from cgx_ray.control.journal.facts import CauseKind, LoopFacts, When
+from cgx_ray.control.journal.lines import Journal, MadeBy, decision_entry, report_hint
 from cgx_ray.control.journal.progress import Progress
 from cgx_ray.control.journal_events import JournalEvents
-from cgx_ray.control.learned.evidence import MAX_STEPS, Evidence, Verdict, verdict
+from cgx_ray.control.learned.evidence import Evidence, Verdict, verdict
 from cgx_ray.control.live_state import LiveState
 from cgx_ray.control.network.estimate import FEW
-from cgx_ray.control.policies.policy import MAX_SLOWDOWN, REVIEW_S, Decision, PlannerInput, Policy, Situation
+from cgx_ray.control.policies.policy import MAX_SLOWDOWN, Decision, PlannerInput, Policy, Situation
 from cgx_ray.control.trial.measuring_steps import COMPARED, MeasuringSteps, codec_trial
+from cgx_ray.control.trial.tried_codecs import TriedCodecs
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import Fault, NodeSample
-from cgx_ray.plan import Layer, Lease, Plan
+from cgx_ray.plan import Layer, Plan
 from cgx_ray.planner.planned_group import groups_of
 from cgx_ray.planner.prediction import Measured, predict
 
 logger = logging.getLogger(__name__)
-
-
-class _When(NamedTuple):
-    """Step after which the loop decides, its time by the controller's clock, and by that of the reporting node."""
-
-    step: int
-    now_s: float
-    time_s: float
 
 
 class ControlLoop:
@@ -89,7 +81,7 @@ class ControlLoop:
         self._live = LiveState(run_name, nodes)
         self.is_ended = False
         self._logged: set[type[Exception]] = set()
-        self._state: WorkerGroupState | None = None
+        self._state: WorkerGroupState | TriedCodecs | None = None
         self._progress = Progress()
         self._last_step: int | None = None
 
@@ -98,7 +90,7 @@ class ControlLoop:
         learned = self._state.learned() if self._state is not None else None
         return History(
             plans=tuple(self.plans[-KEPT_PLANS:]),
-            gain_ratios=dict(self._state.gains.ratios if self._state is not None else self._earlier.gain_ratios),
+            gain_ratios=dict(self._state.gain_ratios if self._state is not None else self._earlier.gain_ratios),
             learned=learned or self._earlier.learned,
             registration=self._registration,
             num_faults=dict(self._events.num_faults),
@@ -125,8 +117,10 @@ class ControlLoop:
             self.plans.append(lease.fallback)
         self._registration = registration
         state = self._new_state(registration)
+        if not isinstance(state, WorkerGroupState):
+            return self.plans[-1]
         if state.decided is not None and not fits:
-            at = _When(registration.step, now_s, time_s)
+            at = When(registration.step, now_s, time_s)
             cause = f"{before} workers became {first_plan.world_size}"
             asked = self._situation(state, cause, state.plan, state.decided, at)
             decision = self._ask(state, asked, at)
@@ -142,11 +136,13 @@ class ControlLoop:
         assert self._registration is not None
         self._new_state(self._registration).note("the controller was started again")
 
-    def _new_state(self, registration: Registration) -> WorkerGroupState:
+    def _new_state(self, registration: Registration) -> WorkerGroupState | TriedCodecs:
         """Start to measure, with what was learned before."""
-        self._state = WorkerGroupState(
-            self.plans[-1], registration, self._policy, self._earlier.gain_ratios, self._earlier.learned
-        )
+        plan, before = self.plans[-1], self._earlier
+        if registration.is_sharded:
+            self._state = TriedCodecs(plan, registration, self._policy)
+        else:
+            self._state = WorkerGroupState(plan, registration, self._policy, before.gain_ratios, before.learned)
         self._progress, self._last_step = Progress(), None
         self._events.start_group()
         return self._state
@@ -156,7 +152,7 @@ class ControlLoop:
         """Layers of the model; empty before the first worker group."""
         return self._registration.layers if self._registration is not None else ()
 
-    def _start_journal(self, state: WorkerGroupState, time_s: float) -> None:
+    def _start_journal(self, state: WorkerGroupState | TriedCodecs, time_s: float) -> None:
         """Write the first line of a worker group, once."""
         assert self._registration is not None
         self._events.start(self._policy, state, self._registration, time_s)
@@ -202,15 +198,18 @@ class ControlLoop:
         if state.silent_ranks != silent_before:
             self._events.silence(state, sample.time_s)
         state.add_report(sample, now_s)
-        made = [self._add_step(state, step, _When(step.step, now_s, sample.time_s)) for step in steps]
+        made = [self._add_step(state, step, When(step.step, now_s, sample.time_s)) for step in steps]
         for line in self._progress.due_lines(now_s, sample.time_s, state.facts):
             self._journal.write(line)
         return [decision for decision in made if decision is not None]
 
-    def _add_step(self, state: WorkerGroupState, step: JoinedStep, at: _When) -> Decision | None:
-        """Take a joined step; return the decision that it causes."""
+    def _add_step(self, state: WorkerGroupState | TriedCodecs, step: JoinedStep, at: When) -> Decision | None:
+        """Take a joined step; return the decision that it causes, None for a sharded model."""
         self._last_step = step.step
         self._events.plan_of(step)
+        if isinstance(state, TriedCodecs):
+            self._add_to_trial(state, step, at)
+            return None
         is_current = state.add_step(step, at.now_s)
         self._progress.add_step(step, state.speed_up if is_current else None, at.now_s)
         if not is_current:
@@ -223,6 +222,14 @@ class ControlLoop:
         if state.may_accept:
             self.plans.append(state.accept())
         return decision
+
+    def _add_to_trial(self, state: TriedCodecs, step: JoinedStep, at: When) -> None:
+        before = state.plan
+        for line in state.add_step(step, at):
+            self._events.line(line)
+        self._progress.add_step(step, state.speed_up if step.plan_version == before.version else None, at.now_s)
+        if state.plan is not before:
+            self.plans.append(state.plan)
 
     def add_fault(self, fault: Fault, time_s: float) -> None:
         """Note an error that ended the training on a rank. `time_s`: seconds since 1970."""
@@ -273,15 +280,15 @@ class ControlLoop:
         assert self._state is not None
         return replace(self._state.facts(), num_faults=dict(self._events.num_faults))
 
-    def _write_outcome(self, state: WorkerGroupState, step: JoinedStep, at: _When) -> None:
+    def _write_outcome(self, state: WorkerGroupState, step: JoinedStep, at: When) -> None:
         """Compare the last decision's prediction with measured steps, once there are enough, and learn from them."""
         outcome = state.pending
         if outcome is None or not outcome.add_step(step):
             return
-        self._journal.write(outcome_entry(outcome, version=step.plan_version, step=at.step, time_s=at.time_s))
+        self._journal.write(outcome.line(step.plan_version, at))
         state.end_outcome(outcome, at.now_s)
 
-    def _guard(self, state: WorkerGroupState, at: _When) -> Decision | None:
+    def _guard(self, state: WorkerGroupState, at: When) -> Decision | None:
         """Keep the promise: leave a plan that is slower than dense. End measuring steps that are enough."""
         if state.measuring is not None:
             return self._end_measuring(state, state.measuring, at)
@@ -291,7 +298,7 @@ class ControlLoop:
         state.learn(at.now_s)
         return self._disable(state, state.plan, slowdown, at)
 
-    def _compare(self, state: WorkerGroupState, at: _When) -> Decision | None:
+    def _compare(self, state: WorkerGroupState, at: When) -> Decision | None:
         """Measure some dense steps if those so far do not show whether the plan is slower than dense."""
         slowdown = state.slowdown()
         if slowdown is None or not state.steps.grants_comparison(slowdown, state.known()):
@@ -301,7 +308,7 @@ class ControlLoop:
         state.measuring = MeasuringSteps(home=state.plan, record=state.steps.record)
         return self._apply(state, decision, state.known(), at, "dense_trial", "compare_with_dense")
 
-    def _end_measuring(self, state: WorkerGroupState, measuring: MeasuringSteps, at: _When) -> Decision | None:
+    def _end_measuring(self, state: WorkerGroupState, measuring: MeasuringSteps, at: When) -> Decision | None:
         """Return to the plan before the measuring steps, or leave it for good, once there are enough of them."""
         measured = state.measured()
         if len(state.steps.record.window) < FEW or measured is None:
@@ -323,7 +330,7 @@ class ControlLoop:
         home = return_home(state, measuring)
         return self._apply(state, home, measured, at, "return", "trial_ended", ended=measuring)
 
-    def _disable(self, state: WorkerGroupState, failed: Plan, slowdown: Evidence, at: _When) -> Decision:
+    def _disable(self, state: WorkerGroupState, failed: Plan, slowdown: Evidence, at: When) -> Decision:
         """Go back to dense, and remember the errors of `failed` for longer."""
         state.steps.errors.remember_longer()
         groups = groups_of(failed, self.layers)
@@ -334,7 +341,7 @@ class ControlLoop:
         state.counts.add_revert("slower_than_dense")
         return self._apply(state, disable(state, reason), measured, at, "guard", "slower_than_dense")
 
-    def _decide(self, state: WorkerGroupState, at: _When) -> Decision | None:
+    def _decide(self, state: WorkerGroupState, at: When) -> Decision | None:
         """Ask the policy if there is a cause, and time a codec if it changes nothing."""
         if not self._policy.decides:
             return None
@@ -366,7 +373,7 @@ class ControlLoop:
             return self._apply(state, decision, measured, at, "codec_trial", cause.kind, asked=asked)
         return self._apply(state, decision, measured, at, "policy", cause.kind, asked=asked)
 
-    def _ask(self, state: WorkerGroupState, situation: Situation, at: _When) -> Decision | None:
+    def _ask(self, state: WorkerGroupState, situation: Situation, at: When) -> Decision | None:
         """Return the policy's decision, None if it fails: then the plan in force stays."""
         try:
             decision = self._policy.decide(situation)
@@ -380,7 +387,7 @@ class ControlLoop:
             state.bans.add(state.fallen_options(situation.planner_input.now), at.now_s)
         return decision
 
-    def _situation(self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: _When) -> Situation:
+    def _situation(self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: When) -> Situation:
         """Return the policy's input. `plan`: that in force, or the one before measuring steps."""
         return Situation(
             cause=cause,
@@ -400,7 +407,7 @@ class ControlLoop:
         state: WorkerGroupState,
         decision: Decision,
         measured: Measured,
-        at: _When,
+        at: When,
         made_by: MadeBy,
         cause: CauseKind,
         *,
@@ -415,7 +422,7 @@ class ControlLoop:
         old, is_planned = state.plan, made_by in ("policy", "codec_trial")
         situation = asked or self._situation(state, decision.reason, old, measured, at)
         if decision.kind == "replace":
-            decision = replace(decision, plan=self._leased(state, decision, at))
+            decision = replace(decision, plan=state.leased(decision.plan, at.step, decision.step_s))
         state.apply(decision, measured, at.now_s, is_planned=is_planned, ended=ended)
         if state.plan is not old:
             self.plans.append(state.plan)
@@ -434,13 +441,3 @@ class ControlLoop:
         codec = state.measuring.codec if state.measuring is not None else None
         self._events.decision(entry, codec.describe() if codec is not None else None)
         return decision
-
-    def _leased(self, state: WorkerGroupState, decision: Decision, at: _When) -> Plan:
-        """Return the plan of `decision` with a lease, after which the ranks return to the plan before it.
-
-        It holds for MAX_STEPS and for REVIEW_S, both: its outcome is known after 4 steps, and once they are reported.
-        """
-        plan, before = decision.plan, state.plan.lease.fallback if state.plan.lease is not None else state.plan
-        steps = max(MAX_STEPS * plan.period, math.ceil(REVIEW_S / decision.step_s))
-        fallback = replace(before, version=plan.version + 1)
-        return replace(plan, lease=Lease(last_step=at.step + steps, fallback=fallback))

@@ -9,9 +9,10 @@ from statistics import median
 from cgx_ray.control.gains.gain_watch import GAIN_CHANGE, KnownGains
 from cgx_ray.control.gains.known_losses import KnownLosses
 from cgx_ray.control.gains.loss_trend import LossTrend
+from cgx_ray.control.group_reports import GroupReports
 from cgx_ray.control.history import Learned, Registration
-from cgx_ray.control.joined_steps import JoinedStep, StepJoiner
-from cgx_ray.control.journal.facts import Cause, DecisionCounts, LoopFacts
+from cgx_ray.control.joined_steps import JoinedStep
+from cgx_ray.control.journal.facts import Cause, LoopFacts
 from cgx_ray.control.learned.compute_slowdown import ComputeSlowdown
 from cgx_ray.control.learned.evidence import MAX_STEPS, Evidence, Verdict, verdict
 from cgx_ray.control.learned.measured import (
@@ -28,16 +29,15 @@ from cgx_ray.control.learned.measured import (
     period_cause,
     resized,
 )
-from cgx_ray.control.network.changes import SETTLE_S, ComputeChanges, SlowRanks, network_cause
+from cgx_ray.control.network.changes import SETTLE_S, ComputeChanges, network_cause
 from cgx_ray.control.network.estimate import FEW, HICCUP_S, NOISE, OBVIOUS
-from cgx_ray.control.network.known_network import KnownNetwork
 from cgx_ray.control.network.recent_links import RecentLinks
 from cgx_ray.control.policies.policy import MAX_SLOWDOWN, REVIEW_S, Decision, Policy
 from cgx_ray.control.trial.bans import Bans
 from cgx_ray.control.trial.measuring_steps import MeasuringSteps
 from cgx_ray.control.trial.outcome import PendingOutcome, PlanRecord
 from cgx_ray.control.trial.steps_beside_predictions import StepsBesidePredictions
-from cgx_ray.monitors.sample import NodeSample, NodeStep
+from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import STEPS_TOGETHER, Option, Plan, spoken
 from cgx_ray.planner.bits import bits_of
 from cgx_ray.planner.cost import Link
@@ -46,7 +46,7 @@ from cgx_ray.planner.prediction import Measured
 from cgx_ray.units import format_seconds
 
 
-class WorkerGroupState:
+class WorkerGroupState(GroupReports):
     """All that is known about one worker group; a restart of the workers makes a new object.
 
     plan        in force
@@ -56,8 +56,7 @@ class WorkerGroupState:
     decided     measurements that the policy decided on last, None before the first time
     pending     the last decision until its outcome is measured, else None
     bans        of options
-    counts      of decisions, for the metrics
-    speed_up    of the newest steps over dense ones, see `StepsBesidePredictions.speed_up`
+    speed_up    see `StepsBesidePredictions.speed_up`
     loss        trend before and since the last change of options
     """
 
@@ -73,9 +72,9 @@ class WorkerGroupState:
         policy                knows which errors by layer it needs, and how it is bound by them
         gain_ratios, learned  in earlier worker groups, of any size; see `GainWatch`
         """
-        self.layers = registration.layers
+        super().__init__(registration.layers, plan.world_size)
         self._fixed = tuple(group for group in groups_of(plan, self.layers) if group.is_fixed)
-        self.network, self.links = KnownNetwork(), RecentLinks()
+        self.links = RecentLinks()
         self.steps = StepsBesidePredictions(
             self.layers, plan, registration.dense_plan, registration.codec_costs, self.network
         )
@@ -83,15 +82,14 @@ class WorkerGroupState:
         self.failed: str | None = None
         self.decided: Measured | None = None
         self.pending: PendingOutcome | None = None
-        self.bans, self.counts, self.loss = Bans(), DecisionCounts(), LossTrend()
+        self.bans, self.loss = Bans(), LossTrend()
         known = learned.measured.gain if learned is not None else {}
         self.gains = KnownGains(plan, gain_ratios, known, is_cautious=policy.is_guarded)
         self._codec = policy.codec_by_layer
         self.losses = KnownLosses(self.layers, bits_of(option.codec for option in policy.options), self._codec)
         self._max_error, self._max_period = policy.max_error, policy.max_period
         self._bits = bits_by_layer(plan, self._codec)
-        self._registration, self._joiner = registration, StepJoiner(plan.world_size)
-        self._slow_ranks, self._changes = SlowRanks(plan.world_size), ComputeChanges()
+        self._registration, self._changes = registration, ComputeChanges()
         # Without them nothing is decided. A plan that stays is compared with dense only.
         self._needs_gains = policy.decides
         # The newest steps, and their number since the link was last forgotten.
@@ -103,11 +101,8 @@ class WorkerGroupState:
         self._predicted_s: float | None = None
         self._predicted_dense_s: float | None = None
         self._prediction_error: float | None = None
-        self.speed_up: float | None = None
         self._news: Cause | None = None
-        # Time of each node's last report, and of the last report of any node.
-        self._reported_s: dict[str, float] = {}
-        self._now_s = self._slow_s = 0.0
+        self._slow_s = 0.0
         if learned is not None:
             self._go_on(learned)
 
@@ -128,6 +123,10 @@ class WorkerGroupState:
             fixed=self._fixed,
         )
 
+    @property
+    def gain_ratios(self) -> Mapping[str, float]:
+        return self.gains.ratios
+
     def learned(self) -> Learned | None:
         """Return what the next worker group shall start with; None before the first measurements."""
         if (known := self.measured() or self.decided) is None:
@@ -143,26 +142,11 @@ class WorkerGroupState:
     def plan(self) -> Plan:
         return self.steps.plan
 
-    @property
-    def silent_ranks(self) -> frozenset[int]:
-        """Ranks that steps do not wait for, see `StepJoiner`."""
-        return self._joiner.silent
-
-    @property
-    def last_step(self) -> int:
-        """Newest step that was joined, -1 before the first."""
-        return self._joiner.last_step
-
-    def join(self, parts: Sequence[NodeStep], now_s: float) -> list[JoinedStep]:
-        """Add records of nodes; return the steps that they complete, oldest first. Give each of them to `add_step`."""
-        return self._joiner.add_node_steps(parts, now_s)
-
-    def add_report(self, sample: NodeSample, now_s: float) -> None:
-        """Add what a node reports besides steps."""
-        self._reported_s[sample.node_id] = self._now_s = now_s
-        ranks = [rank for step in sample.steps for rank in step.ranks]
-        if self.network.add_report(sample, ranks, now_s):
+    def add_report(self, sample: NodeSample, now_s: float) -> bool:
+        is_forgotten = super().add_report(sample, now_s)
+        if is_forgotten:
             self._recent, self._num_steps = [], 0
+        return is_forgotten
 
     def add_step(self, step: JoinedStep, now_s: float) -> bool:
         """Add a step of all ranks; return whether it ran under the plan in force, so that it may cause a decision."""
@@ -422,28 +406,13 @@ class WorkerGroupState:
 
     def facts(self) -> LoopFacts:
         measured = self.measured() or self.decided
-        return LoopFacts(
-            bandwidth=self.network.bandwidth,
-            is_link_known=self.network.is_known,
-            latency_s=self.network.latency_s,
-            num_link_changes=self.network.num_changes,
-            num_impossible=self.network.num_impossible,
-            slow_link_bits_per_s={rank: 8 * rate for rank, rate in self.network.slow.items()},
-            slow_ranks=self._slow_ranks.ranks,
-            silent_nodes=self.network.silent_nodes,
-            silent_ranks=self.silent_ranks,
+        return replace(
+            super().facts(),
             predicted_step_s=self._predicted_s,
             measured_step_s=median(step.step_s for step in self._recent) if self._recent else None,
             predicted_dense_step_s=self._predicted_dense_s,
             dense_step_s=self.steps.dense_s(measured) if measured is not None else None,
             is_dense_measured=measured is not None and self.steps.is_dense_measured(measured),
-            speed_up=self.speed_up,
             prediction_error=self._prediction_error,
-            plan_version=self.plan.version,
             num_banned=len(self.bans.banned(self._now_s)),
-            num_decisions=self.counts.num_decisions,
-            newest_decision_s=self.counts.newest_s,
-            num_reverts=self.counts.num_reverts,
-            report_age_s={node: self._now_s - seen_s for node, seen_s in self._reported_s.items()},
-            num_incomplete_steps=self._joiner.num_incomplete,
         )

@@ -52,7 +52,7 @@ class RaySession:
         self._state: dict[str, Any] | None = None
         self._has_read = False
 
-    def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int, costs: CodecCosts) -> Plan:
+    def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int, costs: CodecCosts | None) -> Plan:
         """Return the controller's newest plan, or a fresh one if it has none yet or does not answer."""
         fresh = self.settings.first_plan(layers, world_size, bucket_bytes)
         device = ray.train.torch.get_device()

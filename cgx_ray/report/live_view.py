@@ -220,7 +220,7 @@ def change_of(line: Mapping[str, Any]) -> str:
 
 def is_new_plan(line: Mapping[str, Any]) -> bool:
     """Return whether a decision chose another plan, and not one for a few measuring steps."""
-    return line["kind"] != "keep" and line.get("made_by") not in ("codec_trial", "dense_trial", "return")
+    return line["kind"] != "keep" and line.get("made_by") not in ("codec_trial", "dense_trial", "plan_trial", "return")
 
 
 def describe_decision(line: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
 from collections.abc import Sequence
 from pathlib import Path
@@ -180,7 +181,10 @@ def _draw_network(axes: Axes, record: RunRecord, axis: _StepAxis, field: Field, 
     draw_links(axes, schedule, field, colors=_LINK_COLORS, num_hosts=num_hosts)
     for line in axes.lines:
         line.set_label(f"{line.get_label()}, as set")
-    estimates = [line["inputs"][estimate] for line in record.decisions]
+    # Nothing measures the link of a sharded model's messages.
+    estimates = [
+        math.nan if line["inputs"][estimate] is None else line["inputs"][estimate] for line in record.decisions
+    ]
     # Within a machine and over simulated links no latency is measured, and decisions take a usual one.
     if record.progress and all(line[estimate] is None for line in record.progress):
         _draw_decisions(axes, record, axis, "latency not measured, assumed", estimates, "s")

@@ -137,7 +137,9 @@ def draw_loss(record: RunRecord) -> Picture | None:
 def draw_link(record: RunRecord) -> Picture | None:
     """Draw the estimated bandwidth with the spread of its measurements, and what decisions used."""
     lines = [line for line in record.progress if line["bandwidth_gbps"] is not None]
-    if not lines and not record.decisions:
+    used = [(line["step"], line["inputs"]["bandwidth_gbps"]) for line in record.decisions]
+    used = [(step, gbps) for step, gbps in used if gbps is not None]
+    if not lines and not used:
         return None
     figure, axes = _axes()
     if lines:
@@ -145,7 +147,6 @@ def draw_link(record: RunRecord) -> Picture | None:
         low, value, high = zip(*(line["bandwidth_gbps"] for line in lines), strict=True)
         axes.fill_between(steps, low, high, color=SKY, alpha=0.35, linewidth=0, label="spread")
         axes.plot(steps, value, color=BLUE, linewidth=1.8, label="estimate")
-    used = [(line["step"], line["inputs"]["bandwidth_gbps"]) for line in record.decisions]
     if used:
         axes.plot(*zip(*used, strict=True), "o", color=ORANGE, markersize=5, label="used by a decision")
     rates = [value for _, value in used] or [line["bandwidth_gbps"][1] for line in lines]

@@ -245,9 +245,6 @@ def _attach(
             undo.callback(lifeline.close)
             control = None
             if process.session is None and plan is None and (settings.decides or folder is not None):
-                if _is_fsdp2(model):
-                    said = "nothing is decided for FSDP2 models; leave policy and folder out"
-                    raise ConfigError(said + (settings.of_variable if settings.decides else ""))
                 control = make_control(settings, folder, model, world.gather)
                 undo.callback(control.close)
             session = control or (process.session if asks_controller else None)
@@ -330,7 +327,7 @@ def _engine_maker(model: nn.Module, first_plan: Callable[..., Plan] | None) -> E
     if _is_fsdp2(model):
         from cgx_ray.session import fsdp  # noqa: PLC0415 - it imports FSDP2
 
-        return fsdp.make_engine
+        return partial(fsdp.make_engine, first_plan=first_plan)
     return partial(ddp.make_engine, first_plan=first_plan)
 
 

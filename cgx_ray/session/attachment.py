@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch.distributed as dist
 from torch import nn
@@ -26,12 +26,11 @@ from cgx_ray.engine.thread import CLOSE_S
 from cgx_ray.errors import ConfigError, PlanError, names_arguments
 from cgx_ray.monitors.endpoint import Endpoint
 from cgx_ray.monitors.sample import Fault, StepSample
-from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Layer, Plan, Scheme
-from cgx_ray.planner.candidates import CodecCosts
+from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Plan, Scheme
 from cgx_ray.session.explore import CANDIDATES, Exploration, Stateful, explore
 from cgx_ray.session.own_folder import OwnFolder
+from cgx_ray.session.protocol import Session
 from cgx_ray.session.served_metrics import ServedMetrics
-from cgx_ray.session.settings import Settings
 from cgx_ray.session.states import CHANGES, ROUND, STATE_FORMAT, check_own, named_as, no_memory, own_place, state_of
 from cgx_ray.torch_compat import is_registered
 
@@ -46,21 +45,6 @@ _NUM_ADDING = "cgx_ray/num_adding"
 # Seconds from the end of a model to that of its connections. Other ranks may be in their last step of it, and what they
 # send meanwhile must find a reader: else TCP drops what this rank has sent and they have not received.
 LINGER_S = 5.0
-
-
-class Session(Protocol):
-    """Ray Train's side of an attachment: settings, first plan, and a thread that carries plans and samples."""
-
-    settings: Settings
-
-    def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int, costs: CodecCosts) -> Plan:
-        """Return the plan to start with, on rank 0. `bucket_bytes`: of DDP's buckets; `costs`: see `slowest`."""
-
-    def start(self, attachment: Attachment) -> None:
-        """Restore the state in a checkpoint, then carry plans in and samples out until `attachment` is closed.
-
-        At world size 1 only the state counts.
-        """
 
 
 class Attachment:
@@ -177,8 +161,8 @@ class Attachment:
                   without waiting for it
 
         Numbers that are not finite, and learning rates that are not positive, count as not reported. With several calls
-        per step the last one counts. Nothing decides for FSDP2 models, so nothing happens there. Raises ConfigError for
-        what is no single number.
+        per step the last one counts. Codecs of FSDP2 models are chosen by time alone, so nothing happens there. Raises
+        ConfigError for what is no single number.
         """
         if isinstance(self._engine, Engine):
             self._engine.observed.add_report(loss=loss, lr=lr)

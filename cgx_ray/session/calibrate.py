@@ -99,15 +99,17 @@ def calibrate(
     layers: Sequence[Layer],
     first_plan: Plan,
     device: torch.device,
-    costs: CodecCosts,
+    costs: CodecCosts | None,
     *,
     step: int = 0,
 ) -> Registration:
     """Measure what the control loop needs to know of `device`, which holds the gradients; return its registration.
 
-    costs  as `slowest` returns them
+    costs  as `slowest` returns them; None for a sharded model, of which nothing is measured
     step   that the ranks begin with
     """
+    if costs is None:
+        return Registration(layers=tuple(layers), first_plan=first_plan, step=step, is_sharded=True)
     return Registration(
         layers=tuple(layers),
         first_plan=first_plan,

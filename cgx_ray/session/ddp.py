@@ -22,13 +22,13 @@ from cgx_ray.engine.layers import averaged_parameters, layers_of, sparse_modules
 from cgx_ray.engine.loss_scale import LossScale, Scaler
 from cgx_ray.errors import ConfigError, listed
 from cgx_ray.plan import CodecSpec, Layer, Plan
-from cgx_ray.planner.candidates import CodecCosts
 from cgx_ray.runtime_ext.streams import streams_of
 from cgx_ray.session.agree import GatheredGroup, agree, connect
 from cgx_ray.session.attachment import process
 from cgx_ray.session.calibrate import measure_codecs, slowest
 from cgx_ray.session.inside import measure_inside
 from cgx_ray.session.nccl import inside_group, nccl_group
+from cgx_ray.session.protocol import FirstPlan
 from cgx_ray.session.settings import Settings
 from cgx_ray.torch_compat import bucket_parameters, register_hook
 
@@ -42,7 +42,7 @@ def make_engine(
     world: GatheredGroup,
     lifeline: Lifeline,
     groups: list[dist.ProcessGroup],
-    first_plan: Callable[[Sequence[Layer], int, int, CodecCosts], Plan] | None,
+    first_plan: FirstPlan | None,
 ) -> tuple[Engine, Callable[[], None]]:
     """Return an engine at work behind `model`, and a function that removes the hooks from its parameters.
 

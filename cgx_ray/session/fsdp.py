@@ -16,6 +16,9 @@ from cgx_ray.collectives import Transport
 from cgx_ray.collectives.transport.gathered import Gatherer
 from cgx_ray.collectives.transport.gloo_sockets import noted_listeners
 from cgx_ray.collectives.transport.lifeline import Lifeline
+from cgx_ray.control.policies.adaptive import Adaptive
+from cgx_ray.control.policies.policy import Policy
+from cgx_ray.control.trial.tried_codecs import codecs_to_try
 from cgx_ray.engine.loss_scale import LossScale, Scaler, holds
 from cgx_ray.engine.sharded import fsdp_hook, fsdp_layout
 from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
@@ -23,6 +26,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.plan import BUILT_IN, DEFAULT_GROUP_BYTES, CodecSpec, Plan
 from cgx_ray.session.agree import GatheredGroup, agree, connect
 from cgx_ray.session.attachment import process
+from cgx_ray.session.protocol import FirstPlan
 from cgx_ray.session.settings import Settings
 from cgx_ray.torch_compat import FSDPParamGroup, is_nccl_group
 from cgx_ray.units import format_count
@@ -41,12 +45,14 @@ def make_engine(
     world: GatheredGroup,
     lifeline: Lifeline,
     groups: list[dist.ProcessGroup],
+    first_plan: FirstPlan | None,
 ) -> tuple[ShardedEngine, Callable[[], None]]:
     """Return an engine at work behind `model`, and a function that removes its hooks.
 
     world     of all ranks, whose `gather.sharing_errors` this is called in
     lifeline  watches all ranks
-    groups    gets the groups made here, which go with the attachment. The other arguments are those of `attach`
+    groups    gets the groups made here, which go with the attachment
+    first_plan  as in `ddp.make_engine`. The other arguments are those of `attach`
 
     Raises ConfigError or PlanError.
     """
@@ -66,9 +72,10 @@ def make_engine(
         units = fsdp_layout.make_units(model, param_groups, parameter_codec, own_row)
         _warn_of_old_optimizers(model)
         layers = [layer for unit in units for layer in unit.layers]
-        if plan is None:
-            plan = settings.first_plan(layers, dist.get_world_size(), DEFAULT_GROUP_BYTES)
-        plan = agree(layers, plan.to_json(), world.gather, str(parameters))
+        if plan is None and dist.get_rank() == 0:
+            args = layers, dist.get_world_size(), DEFAULT_GROUP_BYTES
+            plan = settings.first_plan(*args) if first_plan is None else first_plan(*args, None)
+        plan = agree(layers, plan.to_json() if plan is not None else None, world.gather, str(parameters))
         engine = ShardedEngine(
             units,
             plan,
@@ -148,13 +155,27 @@ def _connect(
         return connect(GatheredGroup(group=group, gather=gather, listeners=listeners), settings, lifeline)
 
 
+def _check_policy(policy: Policy) -> None:
+    """Raise ConfigError unless `policy` can decide for a sharded model, whose codecs are tried one after the other."""
+    if not isinstance(policy, Adaptive):
+        raise ConfigError(
+            f"attach got an FSDP2 model and policy {policy!r}, which plans for gradients of whole layers; give "
+            "policy='adaptive', or a codec"
+        )
+    known = codecs_to_try(policy)
+    if policy.candidates is not None:
+        unfit = [option.codec for option in policy.options if option.codec not in known]
+        if unfit:
+            raise ConfigError(
+                f"candidate {unfit[0]} cannot be tried with an FSDP2 model, as scheme sra does not carry it or as it "
+                "has error feedback; give candidates such as ('bf16', 'qsgd:bits=4')"
+            )
+
+
 def _check(plan: Plan | None, settings: Settings, parameters: CodecSpec | str | None) -> CodecSpec | None:
     """Return the codec of parameters, None if they are not compressed."""
     if plan is None and settings.decides:
-        raise ConfigError(
-            f"attach got an FSDP2 model and policy {settings.chosen_policy!r}{settings.of_variable}, but nothing "
-            "decides for these models: give attach a `codec`, or CGXConfig policy='static' and a codec"
-        )
+        _check_policy(settings.chosen_policy)
     if settings.average_weights:
         raise ConfigError("weights of an FSDP2 model are not compared, so leave average_weights out")
     parameter_codec = CodecSpec.parse(parameters) if isinstance(parameters, str) else parameters

@@ -174,7 +174,7 @@ class LocalControl:
         self._ending = threading.Event()
         self._carrier = threading.Thread(target=self._carry, name="cgx-ray-carrier", daemon=True)
 
-    def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int, costs: CodecCosts) -> Plan:
+    def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int, costs: CodecCosts | None) -> Plan:
         """Start the loop's process; return the plan to start with. Called on rank 0 only."""
         fresh = self.settings.first_plan(layers, world_size, bucket_bytes)
         registration = calibrate(self.settings, layers, fresh, self._device, costs)

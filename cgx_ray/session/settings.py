@@ -98,11 +98,12 @@ class Settings:
     """Settings that all workers of a run share. Raises ConfigError on a value that is not allowed.
 
     policy          an object of `cgx_ray.policies`, or a `Policy` of your own; or a name. "adaptive": start dense,
-                    measure, decide, and decide again when the network changes. "static": one option for the whole
-                    run. None: "static" if a codec, scheme, intra or period is given, else "adaptive". "cgx",
-                    "flexible", "cupcake" and "bytecomp": as these papers decide; they do not promise to be no slower
-                    than dense. Or a name that an installed package offers, see `control.policies.named_policies`. The
-                    environment variable CGX_POLICY replaces a policy of another kind: "off", "static" or "adaptive"
+                    measure, decide, and decide again when the network changes; codecs of FSDP2 models are tried.
+                    "static": one option for the whole run. None: "static" if a codec, scheme, intra or period is
+                    given, else "adaptive". "cgx", "flexible", "cupcake" and "bytecomp": as these papers decide; they
+                    do not promise to be no slower than dense. Or a name that an installed package offers, see
+                    `control.policies.named_policies`. The environment variable CGX_POLICY replaces a policy of another
+                    kind: "off", "static" or "adaptive"
     codec, scheme, intra, period, fidelity, candidates, min_gain, review_s, periods, max_loss, method, alpha, bits,
     bucket_size, densities, prices
                     arguments of a policy that is given by its name: policy="static", codec="bf16" is Static("bf16").

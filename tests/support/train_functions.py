@@ -16,6 +16,8 @@ import ray.train.torch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import cgx_ray
 
@@ -93,11 +95,39 @@ def train(config: dict[str, Any]) -> None:
                 break
 
 
+def train_sharded(config: dict[str, Any]) -> None:
+    """Train an FSDP2 model until a codec was chosen, and write the plans of each rank, in order, to a file.
+
+    log  folder of the files
+    """
+    rank = ray.train.get_context().get_world_rank()
+    model = fully_shard(small_model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    attachment = cgx_ray.attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    plans: list[str] = []
+    num_left = 2000
+    while _any_rank(num_left > 0):
+        (model(torch.ones(16, 64)) - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert attachment.plan is not None
+        plan = str(attachment.plan)
+        plans += [plan] if plan not in plans else []
+        is_chosen = len(plans) > 2 and attachment.plan.lease is None
+        num_left = min(num_left - 1, 10) if is_chosen else num_left - 1
+    (Path(config["log"]) / f"plans{rank}.json").write_text(json.dumps(plans))
+
+
 def _any_rank_sees(path: str | None) -> bool:
     """Wait for the other ranks, and return whether the file exists for one of them."""
-    sees = torch.tensor(path is not None and Path(path).exists(), dtype=torch.float32)
-    dist.all_reduce(sees)
-    return bool(sees)
+    return _any_rank(path is not None and Path(path).exists())
+
+
+def _any_rank(has: bool) -> bool:
+    """Wait for the other ranks, and return whether one of them `has` it."""
+    found = torch.tensor(has, dtype=torch.float32)
+    dist.all_reduce(found)
+    return bool(found)
 
 
 def train_elastically(config: dict[str, Any]) -> None:

@@ -29,6 +29,14 @@ CauseKind = Literal[
 CAUSE_KINDS: tuple[str, ...] = get_args(CauseKind)
 
 
+class When(NamedTuple):
+    """Step after which the loop decides, its time by the controller's clock, and by that of the reporting node."""
+
+    step: int
+    now_s: float
+    time_s: float
+
+
 class Cause(NamedTuple):
     """Reason to decide again: its kind, and in words."""
 
@@ -68,20 +76,20 @@ class LoopFacts:
                       by rank, for ranks whose link is much slower than the others'
     slow_ranks        ranks whose compute takes much longer than the others'
     silent_nodes      ids of nodes that no longer answer the others
-    predicted_dense_step_s
-                      of a dense step, predicted with the last decision; dense_step_s is the same as it is known now,
-                      with the errors that dense steps have taught
-    is_dense_measured
-                      dense steps were measured on the network of now
-    speed_up          see `StepsBesidePredictions.speed_up`
-    prediction_error  of the last outcome: measured over predicted seconds, less 1
+    silent_ranks      ranks whose samples have not come for seconds; steps count without them
+    speed_up          of the newest steps over dense ones
     plan_version      of the newest plan
-    num_banned        options that are banned now
     num_decisions, newest_decision_s, num_reverts
                       see `DecisionCounts`
     num_faults        errors that ended the training on a rank, by rank and kind, over all worker groups
     report_age_s      by node, seconds from its last report to the last report of any node
-    silent_ranks      ranks whose samples have not come for seconds; steps count without them
+    predicted_dense_step_s
+                      of a dense step, predicted with the last decision; dense_step_s is the same as it is known now,
+                      with the errors that dense steps have taught
+    prediction_error  of the last outcome: measured over predicted seconds, less 1
+    num_banned        options that are banned now
+    is_dense_measured
+                      dense steps were measured on the network of now
     """
 
     bandwidth: Estimate | None
@@ -93,19 +101,19 @@ class LoopFacts:
     slow_ranks: frozenset[int]
     silent_nodes: frozenset[str]
     silent_ranks: frozenset[int]
-    predicted_step_s: float | None
-    measured_step_s: float | None
-    predicted_dense_step_s: float | None
-    dense_step_s: float | None
     speed_up: float | None
-    prediction_error: float | None
     plan_version: int
-    num_banned: int
     num_decisions: Mapping[tuple[str, str], int]
     newest_decision_s: Mapping[tuple[str, str], float]
     num_reverts: Mapping[str, int]
     report_age_s: Mapping[str, float]
     num_incomplete_steps: int
+    predicted_step_s: float | None = None
+    measured_step_s: float | None = None
+    predicted_dense_step_s: float | None = None
+    dense_step_s: float | None = None
+    prediction_error: float | None = None
+    num_banned: int = 0
     is_dense_measured: bool = False
     num_faults: Mapping[tuple[int, str], int] = field(default_factory=dict)
 

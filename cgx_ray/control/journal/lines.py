@@ -29,10 +29,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
+from cgx_ray.control.journal.facts import LoopFacts
 from cgx_ray.control.journal.recorded import cost_fields, group_fields, situation_fields
 from cgx_ray.control.journal.sentences import RunTotals
-from cgx_ray.control.policies.policy import Decision, Policy, Situation
-from cgx_ray.control.trial.outcome import PendingOutcome
+from cgx_ray.control.policies.policy import Decision, DecisionKind, Policy, Situation
 from cgx_ray.monitors.sample import Fault
 from cgx_ray.plan import Layer, Plan
 from cgx_ray.planner.candidates import CodecCosts
@@ -52,9 +52,9 @@ KEPT_LINES = 20
 MAX_TEXT = 1000
 # Lines that wait for a slow file system: hours of them, some megabytes.
 MAX_WAITING_LINES = 1000
-# Part of the control loop that made a decision: the policy; a codec timed in one layer; dense measured again; the
-# return from such measuring steps; the guard of the promise.
-MadeBy = Literal["policy", "codec_trial", "dense_trial", "return", "guard"]
+# Part of the control loop that made a decision: the policy; a codec timed in one layer; dense measured again; a codec
+# tried in all layers; the return from such measuring steps; the guard of the promise.
+MadeBy = Literal["policy", "codec_trial", "dense_trial", "plan_trial", "return", "guard"]
 
 
 class Journal:
@@ -227,16 +227,66 @@ def decision_entry(
     }
 
 
-def outcome_entry(outcome: PendingOutcome, *, version: int, step: int, time_s: float) -> dict[str, Any]:
-    """Return the journal's line for the step time that a decision led to. `version` is that of its plan."""
+def tried_entry(
+    decision: DecisionKind,
+    made_by: MadeBy,
+    *,
+    old: Plan,
+    new: Plan,
+    layers: Sequence[Layer],
+    reason: str,
+    cause: str,
+    compute_s: float,
+    facts: LoopFacts,
+    predicted_s: tuple[float, float],
+    step: int,
+    time_s: float,
+) -> dict[str, Any]:
+    """Return the journal's line for a decision by trial, which has no inputs to make it from again.
+
+    cause        in words, the beginning of `reason`
+    compute_s    of the steps that it rests on
+    facts        about the network
+    predicted_s  of the new plan's steps, and of dense ones
+    """
+    bits_per_s, latency_s = facts.bandwidth_bits_per_s, facts.latency_s
+    return {
+        "event": "decision",
+        "time": time_s,
+        "step": step,
+        "kind": decision,
+        "made_by": made_by,
+        "old": _plan_fields(old, layers, old.world_size),
+        "new": _plan_fields(new, layers, new.world_size),
+        "reason": reason,
+        "cause": cause,
+        "inputs": {
+            "world_size": new.world_size,
+            "bandwidth_gbps": bits_per_s / 1e9 if bits_per_s is not None else None,
+            "latency_ms": latency_s * 1e3 if latency_s is not None else None,
+            "compute_s": compute_s,
+            "dense_bytes": sum(layer.dense_bytes for layer in layers),
+        },
+        "predicted_step_s": predicted_s[0],
+        "predicted_dense_s": predicted_s[1],
+    }
+
+
+def outcome_entry(
+    predicted_s: float, measured_s: float, *, applied_step: int, version: int, step: int, time_s: float
+) -> dict[str, Any]:
+    """Return the journal's line for the seconds of a step that a decision led to.
+
+    applied_step  first one under the decision's plan, which has this `version`
+    """
     return {
         "event": "outcome",
         "time": time_s,
         "step": step,
         "version": version,
-        "applied_step": outcome.applied_step,
-        "predicted_step_s": outcome.decision.step_s,
-        "measured_step_s": outcome.step_s,
+        "applied_step": applied_step,
+        "predicted_step_s": predicted_s,
+        "measured_step_s": measured_s,
     }
 
 

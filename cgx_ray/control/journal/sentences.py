@@ -21,6 +21,8 @@ MAX_LINE = 120
 # Share of the time from which a run counts as dense, and of a step from which compute bounds it.
 MOSTLY = 0.85
 DENSE = "dense"
+# `made_by` of decisions for a few steps.
+TRIALS = ("codec_trial", "dense_trial", "plan_trial")
 
 
 def decision_line(entry: Mapping[str, Any], codec: str | None = None, *, first_step: int | None = None) -> str:
@@ -30,21 +32,26 @@ def decision_line(entry: Mapping[str, Any], codec: str | None = None, *, first_s
     first_step  with the plan, which ranks get some steps after its decision; None until it is known
     """
     old, new, made_by = entry["old"]["plan"], entry["new"]["plan"], entry.get("made_by")
-    at, cause = f"decided at step {entry['step']}: ", entry["situation"]["cause"]
-    if first_step is not None:
-        at = f"from step {first_step} on: "
-    if made_by == "codec_trial":
-        return _line(f"{at}trying {codec} on one layer, to time it")
-    if made_by == "dense_trial":
-        return _line(f"{at}{DENSE} for a few steps, to compare {old} with it")
+    at = f"decided at step {entry['step']}: " if first_step is None else f"from step {first_step} on: "
+    is_tried = "cause" in entry
+    cause = entry["cause"] if is_tried else entry["situation"]["cause"]
+    if made_by in TRIALS:
+        trials = {
+            "codec_trial": f"trying {codec} on one layer, to time it",
+            "dense_trial": f"{DENSE} for a few steps, to compare {old} with it",
+            "plan_trial": f"trying {new} for a few steps",
+        }
+        return _line(at + trials[made_by])
     if made_by == "return":
         return _line(f"{at}back to {new}", cause=entry["reason"].partition(":")[0])
     if entry["kind"] == "keep":
         return _line(f"{at}stays with {new}", cause=cause)
     if made_by == "guard":
         cause = entry["reason"].partition(";")[0]
-    head = f"{at}{new}" if new != old else f"{at}other groups of {new}"
     step_s, dense_s = (format_seconds(float(f"{entry[f'predicted_{name}_s']:.2g}")) for name in ("step", "dense"))
+    if is_tried:
+        return _line(f"{at}{new}", f"; measured {step_s} per step, {DENSE} {dense_s}", cause)
+    head = f"{at}{new}" if new != old else f"{at}other groups of {new}"
     if new != DENSE:
         tail = f"; predicted {step_s} per step, {DENSE} {dense_s}"
     elif made_by == "policy":
@@ -127,7 +134,7 @@ class RunTotals:
                 self.plan = entry["plan"]["plan"]
         elif entry["event"] == "decision":
             self._take_plan(entry["old"])
-            is_trial = entry.get("made_by") in ("codec_trial", "dense_trial")
+            is_trial = entry.get("made_by") in TRIALS
             self._take_plan(entry["new"], is_trial=is_trial)
             if entry["kind"] != "keep" and not is_trial:
                 self._decided = entry["new"].get("version", 0), entry["new"]["plan"], entry["step"]

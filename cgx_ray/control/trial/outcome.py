@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cgx_ray.control.joined_steps import JoinedStep
+from cgx_ray.control.journal.facts import When
+from cgx_ray.control.journal.lines import outcome_entry
 from cgx_ray.control.learned.evidence import MAX_STEPS
 from cgx_ray.control.network.estimate import FEW
 from cgx_ray.control.policies.policy import Decision
@@ -74,3 +76,14 @@ class PendingOutcome:
     def step_s(self) -> float:
         """Median seconds of the judged steps."""
         return median(step.step_s for step in self._steps[WARM_UP_STEPS:])
+
+    def line(self, version: int, at: When) -> dict[str, Any]:
+        """Return the journal's line. `version`: of the decision's plan; `at`: the newest step."""
+        return outcome_entry(
+            self.decision.step_s,
+            self.step_s,
+            applied_step=self.applied_step,
+            version=version,
+            step=at.step,
+            time_s=at.time_s,
+        )
