@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from cgx_ray.collectives import Transport
@@ -106,7 +107,9 @@ def _warn_of_old_optimizers(model: nn.Module) -> None:
     # By type, since `isinstance` may run code of any object.
     for optimizer in (one for one in gc.get_objects() if issubclass(type(one), Optimizer)):
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if held and not holds(optimizer, sharded) and Counter(tuple(one.shape) for one in held) <= shapes:
+        # An optimizer of another sharded model was made after its `fully_shard`.
+        is_old = held and not any(isinstance(parameter, DTensor) for parameter in held)
+        if is_old and not holds(optimizer, sharded) and Counter(tuple(one.shape) for one in held) <= shapes:
             logger.warning(
                 "rank %d: an optimizer (%s) holds no parameter of this FSDP2 model, but %s of their shapes: if it was "
                 "made before fully_shard, which replaces the parameters, it trains nothing; make the optimizer after "

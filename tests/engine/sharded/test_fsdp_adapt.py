@@ -4,88 +4,35 @@ from __future__ import annotations
 
 import json
 import logging
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from click.testing import CliRunner
 from support.branches import Branches
 from support.ranks import log_lines, run_cases, run_ranks
-from support.sharded import make_mesh, shard, sum_inside, weights_of
-from torch import nn
+from support.sharded import make_mesh, shard, train, try_codecs, weights_of
 
 import cgx_ray
 from cgx_ray.cli import main
-from cgx_ray.collectives.transport.simulated_link import SimulatedLink
 from cgx_ray.report.journal_schema import journal_problem
-from cgx_ray.session.attach import attach_with
-from cgx_ray.session.settings import Settings
-
-# Longest time for a choice, in seconds, on a busy machine.
-CHOSEN_S = 60.0
-# 0.5 MB of gradients take 0.1 s, and those of replicas half of it.
-SLOW_BITS_PER_S = 4e7
 
 
-def _model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
-
-
-def _train_until(model: nn.Module, rank: int, is_enough: Callable[[], bool]) -> int:
-    """Train until `is_enough` on rank 0, on all ranks to the same step; return the number of steps."""
-    end_s, more, step = time.monotonic() + CHOSEN_S, torch.ones(1), 0
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    while more.item():
-        x_BD = torch.randn(8, 256, generator=torch.Generator().manual_seed(step + 1000 * rank))
-        (model(x_BD) - x_BD).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        step += 1
-        more.fill_(float(not is_enough() and time.monotonic() < end_s))
-        dist.broadcast(more, 0)
-    return step
-
-
-def _adapt(rank: int, folder: str, num_replicas: int, *, sums_inside: bool) -> tuple[list[str], list[str], Any]:
-    """Train until a codec was chosen; return the lines of the log, the plans by version, and weights."""
-    if sums_inside:
-        sum_inside()
+def _adapt(rank: int, folder: str, num_replicas: int) -> tuple[list[str], list[str], Any]:
+    """Train until a codec was chosen; return the lines of the log, the plans, and sums of the weights."""
     said = log_lines()
     logging.getLogger("cgx_ray").setLevel(logging.INFO)
-    model = shard(_model(), make_mesh(num_replicas))
-    link = SimulatedLink(latency_s=1e-4, schedule=((0.0, SLOW_BITS_PER_S),))
-    attachment = attach_with(model, Settings(simulated_link=link), folder=folder, report_s=0.1)
-    plans: dict[int, str] = {}
-
-    def is_chosen() -> bool:
-        assert attachment.plan is not None
-        plans.setdefault(attachment.plan.version, attachment.plan.describe())
-        return len(plans) > 2 and attachment.plan.lease is None and attachment.plan.describe() != "dense"
-
-    _train_until(model, rank, is_chosen)
-    # The outcome of the choice, and its speed.
-    end_s = time.monotonic() + 1.5
-    _train_until(model, rank, lambda: time.monotonic() > end_s)
-    assert attachment.plan is not None
-    attachment.close()
-    weights = {name: value.sum().item() for name, value in weights_of(model).items()}
-    return said, [attachment.plan.describe(), *plans.values()], weights
+    model, plans = try_codecs(rank, "cpu", folder, num_replicas)
+    return said, plans, {name: value.sum().item() for name, value in weights_of(model).items()}
 
 
-@pytest.mark.parametrize(("num_ranks", "num_replicas", "sums_inside"), [(2, 1, False), (4, 2, False), (4, 2, True)])
-def test_ranks_try_codecs_and_choose_the_fastest(
-    num_ranks: int, num_replicas: int, sums_inside: bool, tmp_path: Path
-) -> None:
-    results = run_ranks(num_ranks, partial(_adapt, sums_inside=sums_inside), str(tmp_path), num_replicas)
+@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (4, 2)])
+def test_ranks_try_codecs_and_choose_the_fastest(num_ranks: int, num_replicas: int, tmp_path: Path) -> None:
+    results = run_ranks(num_ranks, _adapt, str(tmp_path), num_replicas)
     said, plans, weights = results[0]
-    assert plans[0].startswith("qsgd ")
-    assert plans[1] == "dense"
+    assert plans[:2] == ["dense", "qsgd 3-bit over sra"]
+    assert plans[-1].startswith("qsgd ")
     # All ranks had the same plans in the same steps: replicas agree to the bit.
     assert all(other == weights for _, _, other in results)
     lines = [json.loads(line) for line in (tmp_path / "decisions.jsonl").read_text().splitlines()]
@@ -96,7 +43,7 @@ def test_ranks_try_codecs_and_choose_the_fastest(
         "dense",
         "qsgd 3-bit over sra",
     )
-    assert choice["new"]["plan"] == plans[0]
+    assert choice["new"]["plan"] == plans[-1]
     assert choice["predicted_step_s"] < 0.8 * choice["predicted_dense_s"]
     assert [line for line in lines if line["event"] == "outcome"]
     assert any("policy adaptive (strict) begins dense" in line for line in said)
@@ -113,10 +60,9 @@ def test_ranks_try_codecs_and_choose_the_fastest(
 def _keep_one(rank: int, folder: str) -> list[str]:
     said = log_lines()
     logging.getLogger("cgx_ray").setLevel(logging.INFO)
-    model = shard(_model(), make_mesh())
+    model = shard(Branches(), make_mesh())
     attachment = cgx_ray.attach(model, codec="bf16", folder=folder)
-    end_s = time.monotonic() + 1.0
-    _train_until(model, rank, lambda: time.monotonic() > end_s)
+    train(model, rank, range(5))
     attachment.close()
     return said
 

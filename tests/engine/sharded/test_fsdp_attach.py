@@ -232,10 +232,11 @@ def _attach_beside_optimizers(rank: int) -> list[str]:
     said = log_lines()
     other, model = nn.Linear(3, 5), Branches()
     old = torch.optim.AdamW(model.parameters())
-    # Of another model, and of this one.
-    kept = [torch.optim.SGD(other.parameters()), torch.optim.SGD(shard(model, make_mesh()).parameters())]
+    # Of another model, of another one that is sharded alike, and of this one.
+    alike, own = (torch.optim.SGD(shard(one, make_mesh()).parameters()) for one in (Branches(), model))
+    kept = [torch.optim.SGD(other.parameters()), alike, own]
     cgx_ray.attach(model, codec="qsgd").close()
-    assert len([old, *kept]) == 3
+    assert len([old, *kept]) == 4
     return said
 
 
