@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 
 from cgx_ray.commands.options import console_for, json_option
-from cgx_ray.control.replay import DecisionSummary, Replay, ReplayedDecision, WhatIf
+from cgx_ray.control.replay import OF_SHARDED, DecisionSummary, Replay, ReplayedDecision, WhatIf
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.plan import NONE, CodecSpec, Option
 from cgx_ray.planner.candidates import codec_options
@@ -144,6 +144,8 @@ def _nothing_to_replay(run: Replay, broken: BrokenLines, listed: Sequence[Replay
     if run.kinds == {"static"}:
         return f"is of a run with policy 'static', which keeps the plan that the user chose and decides nothing; {give}"
     note = f" (broken lines: {broken.count}; the first is {broken.first})" if broken.count else ""
+    if listed and listed[0].note == OF_SHARDED:
+        return f"is of a sharded model: {OF_SHARDED}; `cgx-ray report` shows what was tried"
     if listed:
         first = f"the first of {run.not_again.total()}, after step {listed[0].step}: {listed[0].note}"
         return f"holds no decision that can be made again{note}; {first}; {give}"

@@ -101,7 +101,8 @@ class ControlLoop:
         """Start a worker group, the first one or one after a restart; return its plan.
 
         That is the newest plan if it still fits layers and world size. For another number of workers it is the
-        policy's, by what was learned before. Else it is the first plan of `registration` under the next version.
+        policy's, by what was learned before. Else, and for a sharded model, of which nothing is learned, it is the
+        first plan of `registration` under the next version.
 
         now_s   monotonic clock of the controller
         time_s  seconds since 1970
@@ -117,18 +118,20 @@ class ControlLoop:
             self.plans.append(lease.fallback)
         self._registration = registration
         state = self._new_state(registration)
+        again = "the workers were started again" if fits else f"{before} workers became {first_plan.world_size}"
         if not isinstance(state, WorkerGroupState):
+            if self._earlier.plans:
+                state.note(again)
             return self.plans[-1]
         if state.decided is not None and not fits:
             at = When(registration.step, now_s, time_s)
-            cause = f"{before} workers became {first_plan.world_size}"
-            asked = self._situation(state, cause, state.plan, state.decided, at)
+            asked = self._situation(state, again, state.plan, state.decided, at)
             decision = self._ask(state, asked, at)
             if decision is not None:
                 self._start_journal(state, time_s)
                 self._apply(state, decision, state.decided, at, "policy", "restart", asked=asked)
         elif state.decided is not None:
-            state.note("the workers were started again")
+            state.note(again)
         return self.plans[-1]
 
     def resume(self) -> None:

@@ -22,6 +22,8 @@ _BY_THE_LOOP = {
     "return": "return from measuring steps",
     "guard": "taken back by the guard",
 }
+# Why decisions for sharded models are not made again.
+OF_SHARDED = "codecs are tried, and only measured steps tell which one comes next"
 # Raised by inputs that make no sense to this version.
 READ_ERRORS = (CGXError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
@@ -163,7 +165,7 @@ class Replay:
     def _again(self, entry: Mapping[str, Any]) -> ReplayedDecision:
         made_by = entry.get("made_by")
         if "cause" in entry:
-            return _skipped(entry, "codecs of a sharded model are tried: only measured steps tell what comes next")
+            return _skipped(entry, OF_SHARDED)
         if "situation" not in entry or made_by is None:
             return _skipped(entry, "its inputs were not recorded: an old version wrote it")
         if made_by not in ("policy", "codec_trial"):

@@ -215,6 +215,9 @@ def change_of(line: Mapping[str, Any]) -> str:
     if line["kind"] == "keep":
         return f"keep {line['new']['plan']}"
     old, new = line["old"]["plan"], line["new"]["plan"]
+    if old == new and "cause" in line:
+        # It was on trial.
+        return f"keep {new}"
     return f"{old} -> {new}" if old != new else f"{new}, other groups"
 
 

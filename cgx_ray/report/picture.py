@@ -47,7 +47,7 @@ class _StepAxis:
         self._steps = record.steps
         self._start = record.start_time
         decided = any(line["time"] == self._start for line in record.decisions)
-        first = "decision" if decided else "event of the network"
+        first = "decision" if decided else "event of the network" if record.network else "line of the journal"
         self.label = "step" if record.steps else f"seconds since the first {first}"
         ends = [self.at(line) for line in (*record.decisions, *record.outcomes, *record.progress)]
         ends += [self.between(event.time) for event in record.network]
@@ -79,7 +79,11 @@ def draw_runs(records: Sequence[RunRecord], *, title: str) -> Figure:
     last = records[-1]
     axis = _StepAxis(last)
     known = {field for event in last.network for field in event.change}
-    fields = [(field, estimate) for field, estimate in _NETWORK if last.decisions or field in known]
+    fields = [
+        (field, estimate)
+        for field, estimate in _NETWORK
+        if field in known or any(line["inputs"][estimate] is not None for line in last.decisions)
+    ]
     rows = ["step", *(field for field, _ in fields)]
     losses = [["loss"]] * len(rows) if last.steps else [[]] * len(rows)
     figure = new_figure(12.5 if last.steps else 9, 4.6 + 1.5 * len(fields))

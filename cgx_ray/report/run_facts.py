@@ -259,10 +259,13 @@ def world_size(record: RunRecord) -> int | None:
 
 
 def prediction_errors(record: RunRecord) -> list[float]:
-    """Return measured over predicted seconds, minus 1, of each decision with an outcome."""
+    """Return measured over predicted seconds, minus 1, of each decision with an outcome.
+
+    Without those for sharded models, of which a bound is known before they are measured, or what was measured.
+    """
     measured = outcomes_of(record.decisions, record.outcomes)
     pairs = zip(measured, record.decisions, strict=True)
-    return [found / line["predicted_step_s"] - 1 for found, line in pairs if found is not None]
+    return [found / line["predicted_step_s"] - 1 for found, line in pairs if found is not None and "cause" not in line]
 
 
 def next_step(record: RunRecord, gained: SpeedUp | None) -> str:

@@ -164,8 +164,8 @@ def draw_link(record: RunRecord) -> Picture | None:
 
 def draw_predictions(record: RunRecord) -> Picture | None:
     """Draw the predicted and the measured seconds of each decision."""
-    measured = outcomes_of(record.decisions, record.outcomes)
-    if not any(seconds is not None for seconds in measured):
+    measured, errors = outcomes_of(record.decisions, record.outcomes), prediction_errors(record)
+    if not errors:
         return None
     figure, axes = _axes()
     pairs = zip(record.decisions, measured, strict=True)
@@ -182,7 +182,6 @@ def draw_predictions(record: RunRecord) -> Picture | None:
     axes.set(xlabel="decision after step", ylabel="seconds per step")
     fit_values(axes)
     _finish(axes, num_columns=3)
-    errors = prediction_errors(record)
     worst = max(errors, key=abs)
     return Picture(
         figure,

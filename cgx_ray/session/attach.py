@@ -304,7 +304,7 @@ def _unattached(
     else:
         gather(None)
         if dist.get_rank() == 0:
-            logger.info("%s=off: DDP averages the gradients, as without cgx_ray", VARIABLE)
+            logger.info("%s=off: torch averages the gradients, as without cgx_ray", VARIABLE)
     return attachment
 
 

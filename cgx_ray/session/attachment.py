@@ -161,10 +161,10 @@ class Attachment:
                   without waiting for it
 
         Numbers that are not finite, and learning rates that are not positive, count as not reported. With several calls
-        per step the last one counts. Codecs of FSDP2 models are chosen by time alone, so nothing happens there. Raises
-        ConfigError for what is no single number.
+        per step the last one counts. Codecs of FSDP2 models are chosen by time alone; there the journal has the loss.
+        Raises ConfigError for what is no single number.
         """
-        if isinstance(self._engine, Engine):
+        if self._engine is not None:
             self._engine.observed.add_report(loss=loss, lr=lr)
 
     def explore(

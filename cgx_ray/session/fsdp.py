@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from cgx_ray.engine.loss_scale import LossScale, Scaler, holds
 from cgx_ray.engine.sharded import fsdp_hook, fsdp_layout
 from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import BUILT_IN, DEFAULT_GROUP_BYTES, CodecSpec, Plan
+from cgx_ray.plan import BUILT_IN, DEFAULT_GROUP_BYTES, DENSE, CodecSpec, Plan, Scheme
 from cgx_ray.session.agree import GatheredGroup, agree, connect
 from cgx_ray.session.attachment import process
 from cgx_ray.session.protocol import FirstPlan
@@ -50,9 +51,9 @@ def make_engine(
 ) -> tuple[ShardedEngine, Callable[[], None]]:
     """Return an engine at work behind `model`, and a function that removes its hooks.
 
-    world     of all ranks, whose `gather.sharing_errors` this is called in
-    lifeline  watches all ranks
-    groups    gets the groups made here, which go with the attachment
+    world       of all ranks, whose `gather.sharing_errors` this is called in
+    lifeline    watches all ranks
+    groups      gets the groups made here, which go with the attachment
     first_plan  as in `ddp.make_engine`. The other arguments are those of `attach`
 
     Raises ConfigError or PlanError.
@@ -69,8 +70,7 @@ def make_engine(
             raise ConfigError(
                 "the ranks that share the parameters are on one node, where NCCL gathers them; leave `parameters` out"
             )
-        own_row = shards.rank if sums_inside else None
-        units = fsdp_layout.make_units(model, param_groups, parameter_codec, own_row)
+        units = fsdp_layout.make_units(model, param_groups, parameter_codec, shards.rank if sums_inside else None)
         _warn_of_old_optimizers(model)
         layers = [layer for unit in units for layer in unit.layers]
         if plan is None and dist.get_rank() == 0:
@@ -93,7 +93,8 @@ def make_engine(
                 transport.close()
         raise
     try:
-        return engine, fsdp_hook.install(model, engine, param_groups, units, loss_scale)
+        hands_over = _hands_over(param_groups.values(), settings, parameter_codec, world)
+        return engine, fsdp_hook.install(model, engine, param_groups, units, loss_scale, hands_over=hands_over)
     except BaseException:
         engine.close()
         raise
@@ -134,6 +135,20 @@ def nodes_sum(group: FSDPParamGroup, shards: Transport) -> bool:
     return len(set(shards.nodes)) == 1 and is_nccl_group(group._reduce_scatter_process_group, group.device)
 
 
+def vendor_reduces(groups: Iterable[FSDPParamGroup]) -> bool:
+    """Return True if NCCL connects all ranks by which FSDP2 reduces gradients."""
+    return all(is_nccl_group(by, group.device) for group in groups for by in fsdp_layout.reducing_groups(group))
+
+
+def _hands_over(
+    groups: Iterable[FSDPParamGroup], settings: Settings, parameter_codec: CodecSpec | None, world: GatheredGroup
+) -> bool:
+    """Return whether FSDP2 itself reduces the gradients of plans without a codec. The same on all ranks."""
+    # With parameters, the first gradients of a step would wait for those under way.
+    may = settings.simulated_link is None and parameter_codec is None
+    return may and all(world.gather(vendor_reduces(groups)))
+
+
 def _connect(
     ranks: Sequence[int],
     world: GatheredGroup,
@@ -165,14 +180,20 @@ def _check_policy(policy: Policy) -> None:
             f"attach got an FSDP2 model and policy {policy!r}, which plans for gradients of whole layers; give "
             "policy='adaptive', or a codec"
         )
+    if policy.candidates is None:
+        return
     known = codecs_to_try(policy)
-    if policy.candidates is not None:
-        unfit = [option.codec for option in policy.options if option.codec not in known]
-        if unfit:
-            raise ConfigError(
-                f"candidate {unfit[0]} cannot be tried with an FSDP2 model, as scheme sra does not carry it or as it "
-                "has error feedback; give candidates such as ('bf16', 'qsgd:bits=4')"
-            )
+    for option in policy.options:
+        why = "scheme sra does not carry it" if not option.codec.record.is_reencoded else "it has error feedback"
+        if option.codec in known:
+            # A codec by itself stands for all schemes that carry it.
+            why = "all goes over sra there"
+            if replace(DENSE, codec=option.codec, scheme=Scheme.SRA) in policy.options or option == DENSE:
+                continue
+        raise ConfigError(
+            f"candidate {option} cannot be tried with an FSDP2 model, as {why}; give candidates such as "
+            "('bf16', 'qsgd:bits=4')"
+        )
 
 
 def _check(plan: Plan | None, settings: Settings, parameters: CodecSpec | str | None) -> CodecSpec | None:

@@ -24,15 +24,16 @@ def start_line(
     settings      None if a plan was given, and nothing decides
     takes_folder  whether `attach` could write a journal if it were given a `folder`
     """
-    plan, size, why = _in_force(engine), "", ""
+    plan, why = _in_force(engine), ""
     if plan != engine.plan:
         why = f" ({engine.plan.describe()} compresses between nodes only, and all ranks are on one)"
-    if isinstance(engine, Engine):
-        size = f", {sum(layer.dense_bytes for layer in engine.layers) / 1e6:.3g} MB,"
+    size = f", {sum(layer.dense_bytes for layer in engine.layers) / 1e6:.3g} MB,"
     policy = ""
     if settings is not None and settings.decides:
-        fidelity = getattr(settings.policy, "fidelity", None)
-        policy = f"policy {type(settings.policy).__name__.lower()}{f' ({fidelity})' if fidelity else ''} begins "
+        chosen_by = getattr(settings.policy, "fidelity", None)
+        if candidates := getattr(settings.policy, "candidates", None):
+            chosen_by = format_count(len(candidates), "candidate")
+        policy = f"policy {type(settings.policy).__name__.lower()}{f' ({chosen_by})' if chosen_by else ''} begins "
     num_layers = format_count(sum(len(group.layers) for group in plan.groups), "layer")
     written = f"journal: {journal}" if journal is not None else f"no journal{': give folder=' if takes_folder else ''}"
     gathered = engine.parameter_codec if isinstance(engine, ShardedEngine) else None

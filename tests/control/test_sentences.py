@@ -199,7 +199,7 @@ def test_a_run_in_the_same_folder_without_the_history_begins_its_plans_anew() ->
 
 
 def test_too_few_steps_are_no_verdict() -> None:
-    said = "1 step under dense; how fast dense would be is not known"
+    said = "1 step under dense, 1 s per step; how fast dense would be is not known"
     assert totals(started(), progress(0, 1, 1.0, None)).verdict() == said
 
 
@@ -252,11 +252,12 @@ def test_lines_follow_python_s_logging_and_are_shown_from_info_on_where_nothing_
 
 
 def _engine(codec: str, *steps: dict[str, Any]) -> Any:
-    plan = make_plan([Layer(name="w", numel=100_000, ndim=2)], version=0, world_size=4, codec=codec)
+    layers = [Layer(name="w", numel=100_000, ndim=2)]
+    plan = make_plan(layers, version=0, world_size=4, codec=codec)
     telemetry = Telemetry(0)
     for step, values in enumerate(steps):
         telemetry.add_sample(replace(step_sample(0, step), **values))
-    return SimpleNamespace(plan=plan, telemetry=telemetry)
+    return SimpleNamespace(plan=plan, telemetry=telemetry, layers=layers)
 
 
 def test_the_end_says_what_the_steps_have_taken() -> None:

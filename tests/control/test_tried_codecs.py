@@ -6,7 +6,10 @@ Steps are given, of a training whose codecs take what `Times` says; the loop is 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import pickle
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +24,7 @@ from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.policy import Policy, Static
 from cgx_ray.control.trial.tried_codecs import CHANGE_SHARE, REVIEW_SHARE, TRIAL_STEPS, codecs_to_try
-from cgx_ray.monitors.sample import HostLoad, NodeSample, node_steps
+from cgx_ray.monitors.sample import HostLoad, NodeSample, StepSample, node_steps
 from cgx_ray.plan import CodecSpec, Layer, Plan, make_plan
 from cgx_ray.report.journal_schema import journal_problem
 
@@ -41,15 +44,31 @@ DELAY = 2
 class Training:
     """Two ranks on two nodes that follow the loop's plans."""
 
-    def __init__(self, folder: Path, policy: Policy, times: Times, overrides: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        policy: Policy,
+        times: Times,
+        *,
+        overrides: dict[str, str] | None = None,
+        noise: float = 0.0,
+        report_s: float = 0.0,
+    ) -> None:
+        """
+        noise     standard deviation of the logarithm of a step's seconds
+        report_s  seconds between two reports of all steps since the one before, at least one
+        """
         self.times, self.compute_s, self.now_s = times, COMPUTE_S, 0.0
+        self._noise, self._report_s, self._reported_s = noise, report_s, 0.0
+        self._random, self._steps = random.Random(0), list[list[StepSample]]()
         self.journal_path = folder / "decisions.jsonl"
         self.loop = ControlLoop(policy, Journal(self.journal_path), run_name="sharded")
         first = make_plan(LAYERS, version=0, world_size=2, scheme="dense", overrides=overrides)
         self.plan = self.loop.register(Registration(layers=LAYERS, first_plan=first, is_sharded=True))
         self.step, self._coming = 0, list[tuple[int, Plan]]()
-        # Name of the codec in each step.
+        # Name of the codec in each step, and its seconds.
         self.names: list[str] = []
+        self.seconds: list[float] = []
 
     def name(self) -> str:
         """Return the name of the codec of the layer "head" in the plan in force."""
@@ -63,10 +82,12 @@ class Training:
             self._begin_step()
             name = self.name()
             self.names.append(name)
-            step_s = self.times[name]
+            step_s = self.times[name] * math.exp(self._random.gauss(0, self._noise))
             self.now_s += step_s
-            for rank in (0, 1):
-                self._report(rank, step_s)
+            self.seconds.append(step_s)
+            self._steps.append([self._sample(rank, step_s) for rank in (0, 1)])
+            if self.now_s >= self._reported_s + self._report_s:
+                self._report()
             newest = self.loop.plans[-1]
             if newest.version > max([self.plan.last_version, *(plan.version for _, plan in self._coming)]):
                 self._coming.append((self.step + DELAY, newest))
@@ -79,8 +100,8 @@ class Training:
         while self._coming and self._coming[0][0] <= self.step:
             self.plan = self._coming.pop(0)[1]
 
-    def _report(self, rank: int, step_s: float) -> None:
-        sample = replace(
+    def _sample(self, rank: int, step_s: float) -> StepSample:
+        return replace(
             step_sample(rank, self.step),
             plan_version=self.plan.version,
             step_s=step_s,
@@ -93,14 +114,19 @@ class Training:
             loss=None,
             weight_drift=None,
         )
-        node = NodeSample(
-            node_id=f"node{rank}",
-            time_s=self.now_s,
-            steps=node_steps([sample]),
-            latency_s={},
-            host=HostLoad(sent_bytes_per_s=0.0, received_bytes_per_s=0.0),
-        )
-        self.loop.add_report(f"node{rank}", pickle.dumps(node), self.now_s)
+
+    def _report(self) -> None:
+        self._reported_s = self.now_s
+        for rank, samples in enumerate(zip(*self._steps, strict=True)):
+            node = NodeSample(
+                node_id=f"node{rank}",
+                time_s=self.now_s,
+                steps=node_steps(samples),
+                latency_s={},
+                host=HostLoad(sent_bytes_per_s=0.0, received_bytes_per_s=0.0),
+            )
+            self.loop.add_report(f"node{rank}", pickle.dumps(node), self.now_s)
+        self._steps.clear()
 
     def lines(self, event: str) -> list[dict[str, Any]]:
         lines = [json.loads(line) for line in self.journal_path.read_text().splitlines()]
@@ -225,6 +251,107 @@ def test_rounds_of_a_link_that_goes_back_and_forth_cost_a_limited_share(train: C
         all_s += sum(training.times[name] for name in names)
         lost_s += sum(training.times[name] - training.times["qsgd 3-bit"] for name in names)
     assert lost_s < 1.3 * CHANGE_SHARE * all_s
+
+
+def test_rounds_of_short_steps_that_are_reported_together_cost_no_more(train: Callable[..., Training]) -> None:
+    # A trial lasts for some reports, and so for many steps.
+    training = train(dict.fromkeys(SLOW_LINK, 0.08) | {"none": 0.02}, Adaptive(review_s=1.0), report_s=1.0)
+    training.compute_s = 0.005
+    # The first round has no other one before it.
+    assert len({*training.run(500)}) == 4
+    begun_s = training.now_s
+    names = training.run(25_000)
+    slow_s = 0.06 * sum(name != "none" for name in names)
+    assert 0 < slow_s < 1.3 * REVIEW_SHARE * (training.now_s - begun_s)
+
+
+def test_noise_neither_leaves_dense_nor_begins_rounds(train: Callable[..., Training]) -> None:
+    times = {"none": 0.2, "bf16": 0.21, "qsgd 4-bit": 0.225, "qsgd 3-bit": 0.235}
+    training = train(times, Adaptive(review_s=60.0), noise=0.15, report_s=1.0)
+    names = training.run(18_000)
+    assert sum(times[name] for name in names) < 1.02 * 0.2 * len(names)
+
+
+@pytest.mark.parametrize("step_s", [0.5, 3.0, 60.0])
+def test_noise_of_long_steps_begins_few_rounds(train: Callable[..., Training], step_s: float) -> None:
+    times = {name: step_s * seconds / 0.22 for name, seconds in SLOW_LINK.items()}
+    training = train(times, Adaptive(review_s=1e9), noise=0.1)
+    training.compute_s = step_s / 3
+    training.run(60)
+    before = len(training.lines("decision"))
+    training.run(1500)
+    # Most would be five samples off by chance.
+    assert len(training.lines("decision")) <= before + 6
+
+
+def test_a_codec_that_saves_nothing_any_more_is_left_for_dense(train: Callable[..., Training]) -> None:
+    training = train(SLOW_LINK)
+    training.run(40)
+    training.times = {"none": 0.150, "bf16": 0.151, "qsgd 4-bit": 0.153, "qsgd 3-bit": 0.154}
+    assert _order(training.run(200))[-1] == "none"
+    assert training.lines("decision")[-1]["kind"] == "disable"
+
+
+def test_a_compressed_plan_that_compute_bounds_is_left_once_dense_is_as_fast(train: Callable[..., Training]) -> None:
+    training = train(SLOW_LINK, Adaptive(review_s=10.0))
+    training.times = SLOW_LINK | {"qsgd 3-bit": 0.104}
+    training.run(40)
+    assert training.name() == "qsgd 3-bit"
+    # The link is fast now. Steps under 3 bits stay as they were.
+    training.times = dict.fromkeys(SLOW_LINK, 0.104) | {"none": 0.102}
+    training.run(3000)
+    assert training.name() == "none"
+    assert training.lines("decision")[-1]["cause"] == "regular review"
+
+
+def test_a_plan_that_becomes_slower_than_dense_is_compared_with_it(train: Callable[..., Training]) -> None:
+    training = train({"none": 0.25, "bf16": 0.5, "qsgd 4-bit": 0.5, "qsgd 3-bit": 0.22}, Adaptive(review_s=1e6))
+    training.run(60)
+    assert training.name() == "qsgd 3-bit"
+    training.times = dict(training.times) | {"qsgd 3-bit": 0.262}
+    training.run(200)
+    assert training.name() == "none"
+    assert training.lines("decision")[-1]["cause"] == "a step takes 262 ms, a dense one 250 ms"
+
+
+def test_the_speed_up_of_dense_is_one_and_of_a_trial_its_own(train: Callable[..., Training]) -> None:
+    training = train(SLOW_LINK, Adaptive(review_s=20.0))
+    training.run(4)
+    assert training.loop.facts().speed_up == 1.0
+    training.run(300)
+    for line in training.lines("progress"):
+        if line["speed_up"] is not None:
+            assert line["speed_up"] == pytest.approx(1.0 / line["step_s"], rel=0.01), line
+
+
+def test_a_plan_of_someone_else_is_named(train: Callable[..., Training], caplog: pytest.LogCaptureFixture) -> None:
+    training = train(SLOW_LINK)
+    training.run(2)
+    training.plan = make_plan(LAYERS, version=7, world_size=2, codec="qsgd")
+    with caplog.at_level(logging.WARNING, "cgx_ray"):
+        training.run(5)
+    (record,) = caplog.records
+    assert "the ranks have plan 7, which is none of the controller's" in record.getMessage()
+
+
+def test_where_rules_leave_no_layer_nothing_is_decided(train: Callable[..., Training]) -> None:
+    training = train(SLOW_LINK, overrides={"*": "qsgd:bits=8"})
+    training.times = {"qsgd 8-bit": 0.3}
+    training.run(500)
+    assert not training.lines("decision")
+
+
+@pytest.mark.parametrize(("world_size", "says"), [(2, "the workers were started again"), (3, "2 workers became 3")])
+def test_workers_that_are_started_again_try_again(train: Callable[..., Training], world_size: int, says: str) -> None:
+    training = train(SLOW_LINK)
+    training.run(40)
+    first = make_plan(LAYERS, version=0, world_size=world_size, scheme="dense")
+    plan = training.loop.register(Registration(layers=LAYERS, first_plan=first, is_sharded=True))
+    assert plan.describe() == ("qsgd 3-bit over sra" if world_size == 2 else "dense")
+    if world_size == 2:
+        training.plan, training.step = plan, 0
+        training.run(60)
+        assert training.lines("decision")[-1]["cause"] == says
 
 
 def test_layer_rules_hold_in_every_plan(train: Callable[..., Training]) -> None:

@@ -35,6 +35,11 @@ def sum_inside() -> None:
     session.nodes_sum = lambda group, shards: True
 
 
+def hand_over() -> None:
+    """Let FSDP2 itself reduce the gradients of plans without a codec, as where NCCL connects the ranks."""
+    session.vendor_reduces = lambda groups: True
+
+
 def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:
     """Call `fully_shard` on each linear layer, then on `model` for the other layers. Return `model`."""
     for module in model.modules():

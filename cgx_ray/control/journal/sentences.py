@@ -41,9 +41,10 @@ def decision_line(entry: Mapping[str, Any], codec: str | None = None, *, first_s
             "dense_trial": f"{DENSE} for a few steps, to compare {old} with it",
             "plan_trial": f"trying {new} for a few steps",
         }
-        return _line(at + trials[made_by])
+        return _line(at + trials[made_by], cause=cause if is_tried else "")
     if made_by == "return":
-        return _line(f"{at}back to {new}", cause=entry["reason"].partition(":")[0])
+        before, _, found = entry["reason"].partition(": ")
+        return _line(f"{at}back to {new}", cause=found if is_tried else before)
     if entry["kind"] == "keep":
         return _line(f"{at}stays with {new}", cause=cause)
     if made_by == "guard":
@@ -120,6 +121,8 @@ class RunTotals:
     # Version, plan and step of a decision whose plan no step is known to have had.
     _decided: tuple[int, str, int] | None = None
     _plans: dict[int, _InForce] = field(default_factory=dict)
+    # Plan on trial of the last steps, "" if there was none.
+    _tried: str = ""
 
     def add_line(self, entry: Mapping[str, Any]) -> None:
         """Add a line of the journal, in its order. Lines of other events change nothing."""
@@ -158,6 +161,7 @@ class RunTotals:
     def _add_progress(self, entry: Mapping[str, Any]) -> None:
         num_steps, speed_up = entry["num_steps"], entry.get("speed_up")
         seconds, plan = num_steps * entry["step_s"], self.add_version(entry["step"] - num_steps + 1, entry["version"])
+        self._tried = plan.plan if plan is not None and plan.is_trial else ""
         self.num_all += num_steps
         self.all_s += seconds
         self.compute_s += num_steps * min(entry["compute_s"], entry["step_s"])
@@ -195,7 +199,9 @@ class RunTotals:
         mean_s = self.all_s / self.num_all if self.num_all else 0.0
         known = beside or (self.speed_up and (mean_s, self.speed_up * mean_s))
         if not known:
-            return f"{format_count(self.num_all, 'step')} under {self.plan}; how fast {DENSE} would be is not known"
+            took = f", {format_seconds(mean_s)} per step" if mean_s else ""
+            steps = format_count(self.num_all, "step")
+            return f"{steps} under {self.plan}{took}; how fast {DENSE} would be is not known"
         is_dense = self.in_dense_s >= MOSTLY * self.steps_s
         if beside is None and is_dense and (self.plan == DENSE or self._compute_share >= MOSTLY):
             return self._dense_verdict()
@@ -220,6 +226,7 @@ class RunTotals:
         # Rounds begin later.
         first = f"after {STEPS_TOGETHER} steps" if ", every " in self.plan else "from the first step on"
         since = f"since step {self.since}" if self.since else first
+        since += f"; the last steps tried {self._tried}" if self._tried else ""
         since += f"; {late}" if (late := self._decided_late) else ""
         loss = self.expected_loss
         if self.plan == DENSE or not any(one.has_loss for one in self._plans.values()):

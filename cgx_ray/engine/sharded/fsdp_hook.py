@@ -25,6 +25,7 @@ from cgx_ray.engine.loss_scale import LossScale
 from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
 from cgx_ray.engine.sharded.shards import Unit
 from cgx_ray.errors import CGXError
+from cgx_ray.runtime_ext.streams import Mark
 from cgx_ray.torch_compat import (
     AllGather,
     FSDPParamGroup,
@@ -38,13 +39,39 @@ from cgx_ray.torch_compat import (
 
 
 class PendingCalls:
-    """Calls to the engine that the hooks of one model have begun and not waited for yet."""
+    """Calls to the engine that the hooks of one model have begun and not waited for yet.
 
-    def __init__(self, engine: ShardedEngine, loss_scale: LossScale) -> None:
+    is_handed_over  FSDP2 itself reduces gradients in the step under way, since no layer has a codec
+    """
+
+    def __init__(self, engine: ShardedEngine, loss_scale: LossScale, *, hands_over: bool) -> None:
+        """`hands_over`: let FSDP2 itself reduce where no layer has a codec."""
         self.engine = engine
         self.loss_scale = loss_scale
+        self.is_handed_over = False
+        self._hands_over = hands_over
+        # Modules whose gradients have come in the step under way, and the mark of the last ones handed over.
+        self._come: set[Unit] = set()
+        self._ready: Mark | None = None
         self._begun: list[Future[None]] = []
         self._reading: deque[Future[None]] = deque()
+
+    def ask(self, unit: Unit) -> None:
+        """Find out `is_handed_over` for the gradients of `unit`, which are ready. All ranks find the same."""
+        if not self._hands_over:
+            return
+        if not self._come or unit in self._come:
+            self._come.clear()
+            self.is_handed_over = self.engine.begin_step(unit)
+        self._come.add(unit)
+        if self.is_handed_over:
+            self._ready = self.engine.streams.mark()
+
+    def hand_over(self, unit: Unit) -> None:
+        """Take down that FSDP2 itself reduces the gradients of `unit`."""
+        assert self._ready is not None
+        call_after_backward(self._finish)
+        self.engine.hand_over(unit, self._ready)
 
     def make_room(self, max_buffers: int) -> None:
         """Wait until fewer than `max_buffers` inputs of reduce-scatters are in use, as FSDP2 does on a GPU."""
@@ -70,13 +97,17 @@ class PendingCalls:
         self.begin(failed, is_read_at_once=False)
 
     def _finish(self) -> None:
-        if not self._begun:
+        if not self._begun and self._ready is None:
             return
         begun, self._begun = self._begun, []
+        self._ready = None
+        self._come.clear()
         self._reading.clear()
         for future in begun:
-            self.engine.wait(future)
-        self.engine.wait(self.engine.end_step())
+            self.engine.wait(future, at_end=True)
+        ended = self.engine.end_step()
+        if begun:
+            self.engine.wait(ended, at_end=True)
 
 
 def _is_added_at_once(group: FSDPParamGroup) -> bool:
@@ -112,20 +143,27 @@ class _PendingWork(dist.Work):
         return True
 
 
-class _CompressedReduceScatter(ReduceScatter):
-    """Averages a module's gradients.
+class _OwnReduceScatter(ReduceScatter):
+    """FSDP2's own, in float32 where the engine has a part in the step.
 
-    Works in float32 and ignores the policy's `reduce_dtype`, since the codec makes the messages small.
+    Sums of 16 bits would be converted before the replicas' exchange has ended.
     """
 
-    def __init__(self, calls: PendingCalls, unit: Unit, group: FSDPParamGroup) -> None:
+    def __init__(self, calls: PendingCalls, unit: Unit, group: FSDPParamGroup, plain: ReduceScatter) -> None:
         self._calls = calls
         self._unit = unit
         self._group = group
-        self._has_replicas = isinstance(group.mesh_info, HSDPMeshInfo) and group.mesh_info.replicate_mesh_size > 1
+        self._plain = plain
+        # From the memory of the input to the call.
+        self._is_asked = False
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for the input, the gradients of all ranks' shards, or for the output, those of this rank's."""
+        if not self._is_asked:
+            self._is_asked = True
+            self._calls.ask(self._unit)
+        if self._calls.is_handed_over:
+            return self._plain.allocate(size, dtype=dtype, device=device)
         self._calls.make_room(max_reduce_scatter_inputs(self._group))
         return torch.empty(*size, dtype=torch.float32, device=device)
 
@@ -136,30 +174,16 @@ class _CompressedReduceScatter(ReduceScatter):
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
-    ) -> None:
-        rows_RT = input_tensor.view(group.size(), -1)
-        future = self._calls.engine.reduce_scatter(
-            self._unit,
-            rows_RT,
-            output_tensor,
-            is_average=_is_average(op),
-            scales=self._calls.loss_scale.now(),
-            # With replicas the gradient is complete only after their all-reduce.
-            delivered=None if self._has_replicas else partial(as_delivered, self._group, op),
-        )
-        self._calls.begin_reading(future)
-        is_read_at_once = _is_added_at_once(self._group) or _is_read_at_once(self._group, op)
-        self._calls.begin(future, is_read_at_once=is_read_at_once)
+    ) -> Any:
+        self._is_asked = False
+        return self._plain(output_tensor, input_tensor, group, op, async_op)
 
 
-class _ReduceScatterInside(ReduceScatter):
-    """FSDP2's own, in float32: it would convert sums of 16 bits before the replicas' exchange has ended."""
+class _CompressedReduceScatter(_OwnReduceScatter):
+    """Averages a module's gradients.
 
-    def __init__(self, plain: ReduceScatter) -> None:
-        self._plain = plain
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=torch.float32, device=device)
+    Works in float32 and ignores the policy's `reduce_dtype`, since the codec makes the messages small.
+    """
 
     def __call__(
         self,
@@ -169,7 +193,25 @@ class _ReduceScatterInside(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        return self._plain(output_tensor, input_tensor, group, op, async_op)
+        if self._calls.is_handed_over:
+            self._calls.hand_over(self._unit)
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+        self._is_asked = False
+        mesh, rows_RT = self._group.mesh_info, input_tensor.view(group.size(), -1)
+        has_replicas = isinstance(mesh, HSDPMeshInfo) and mesh.replicate_mesh_size > 1
+        future = self._calls.engine.reduce_scatter(
+            self._unit,
+            rows_RT,
+            output_tensor,
+            is_average=_is_average(op),
+            scales=self._calls.loss_scale.now(),
+            # With replicas the gradient is complete only after their all-reduce.
+            delivered=None if has_replicas else partial(as_delivered, self._group, op),
+        )
+        self._calls.begin_reading(future)
+        is_read_at_once = _is_added_at_once(self._group) or _is_read_at_once(self._group, op)
+        self._calls.begin(future, is_read_at_once=is_read_at_once)
+        return None
 
 
 class _CompressedAllGather(AllGather):
@@ -204,11 +246,16 @@ class _ReplicaGroup(dist.ProcessGroup):
         self._calls = calls
         self._unit = unit
         self._group = group
+        self._replaced = replaced
 
     # One of the three signatures in torch's stub: the one that dist.all_reduce uses.
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> dist.Work:  # type: ignore[override]
         op, (shard_T,) = opts.reduceOp, tensors
         engine = self._calls.engine
+        if self._calls.is_handed_over:
+            if engine.sums_inside:
+                self._calls.hand_over(self._unit)
+            return self._replaced.allreduce(tensors, opts)
         try:
             future = engine.all_reduce(
                 self._unit,
@@ -242,9 +289,14 @@ def install(
     groups: Mapping[str, FSDPParamGroup],
     units: Sequence[Unit],
     loss_scale: LossScale,
+    *,
+    hands_over: bool = False,
 ) -> Callable[[], None]:
-    """Put hooks into every group. Return a function that removes them, and does not keep the model alive."""
-    calls = PendingCalls(engine, loss_scale)
+    """Put hooks into every group. Return a function that removes them, and does not keep the model alive.
+
+    hands_over  let FSDP2 itself reduce the gradients of plans without a codec
+    """
+    calls = PendingCalls(engine, loss_scale, hands_over=hands_over)
     # By reference to the method of a module that sets a hook: the hook that it had.
     methods: list[tuple[weakref.WeakMethod[Any], Any]] = []
     meshes: list[tuple[weakref.ref[Any], dist.ProcessGroup]] = []
@@ -253,8 +305,8 @@ def install(
         assert isinstance(module, FSDPModule)
         plain = group._reduce_scatter_comm
         methods.append((weakref.WeakMethod(module.set_custom_reduce_scatter), plain))
-        compressed = _CompressedReduceScatter(calls, unit, group)
-        module.set_custom_reduce_scatter(_ReduceScatterInside(plain) if engine.sums_inside else compressed)
+        kind = _OwnReduceScatter if engine.sums_inside else _CompressedReduceScatter
+        module.set_custom_reduce_scatter(kind(calls, unit, group, plain))
         if unit.parameters:
             methods.append((weakref.WeakMethod(module.set_custom_all_gather), group._all_gather_comm))
             module.set_custom_all_gather(_CompressedAllGather(calls, unit))

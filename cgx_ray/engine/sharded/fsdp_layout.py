@@ -87,6 +87,13 @@ def ranks_of_mesh(group: FSDPParamGroup) -> tuple[tuple[int, ...], tuple[int, ..
     return tuple(dist.get_process_group_ranks(mesh.shard_process_group)), tuple(replicas)
 
 
+def reducing_groups(group: FSDPParamGroup) -> list[dist.ProcessGroup]:
+    """Return the process groups over which FSDP2 by itself reduces gradients: of shards, and of replicas if any."""
+    mesh = group.mesh_info
+    replicas = [mesh.replicate_process_group] if isinstance(mesh, HSDPMeshInfo) else []
+    return [group._reduce_scatter_process_group, *replicas]
+
+
 def make_units(
     model: nn.Module,
     groups: Mapping[str, FSDPParamGroup],

@@ -6,6 +6,7 @@ R ranks that share the parameters, T elements of a module's shard
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -26,12 +27,12 @@ from cgx_ray.engine.sharded.shard_memory import ShardMemory
 from cgx_ray.engine.sharded.shards import Unit, check_plan, codecs_of
 from cgx_ray.engine.step import PauseWatch
 from cgx_ray.engine.step_sample import sample_of_shards
-from cgx_ray.engine.telemetry import Telemetry
+from cgx_ray.engine.telemetry import ObservedTraining, Telemetry
 from cgx_ray.engine.thread import CLOSE_S, WorkThread, follow_num_threads, noting_more, overdue_at_close
 from cgx_ray.errors import CGXError, ConfigError
 from cgx_ray.monitors.sample import StepSample
-from cgx_ray.plan import NONE, Plan
-from cgx_ray.runtime_ext.streams import Mark, streams_of
+from cgx_ray.plan import NONE, Layer, Plan
+from cgx_ray.runtime_ext.streams import DONE, Mark, streams_of
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +69,12 @@ class ShardedEngine:
         """
         check_plan(plan, units)
         self.plan, self._units = plan, units
+        # Whether no layer has a codec.
+        self._is_dense = False
         self._choose(plan)
-        self._streams = streams_of(units[0].device)
-        self.telemetry = Telemetry(rank)
+        self.streams = streams_of(units[0].device)
+        self._is_on_device = self.streams.current() is not None
+        self.telemetry, self.observed = Telemetry(rank), ObservedTraining()
         self._rank = rank
         self._has_replicas, self._num_shards = replicas is not None, shards.world_size
         self._num_replicas = replicas.world_size if replicas is not None else 1
@@ -83,12 +87,15 @@ class ShardedEngine:
         self._minima = _GridMinima(rank, shards, replicas)
         self._agreement, self._held = Agreement(self._minima), HeldPlans()
         self._failure: CGXError | None = None
-        # Units reduced in the step under way.
+        # Units reduced in the step under way, if one has begun.
         self._ran: list[Unit] = []
+        self._has_begun = False
+        # The marks of the arguments of the call under way, and of the last gradients.
+        self._computed = self._ready = DONE
         self._last_end_s = self._first_s = time.perf_counter()
         self._pauses = PauseWatch()
         # The thread uses the residuals on a stream of its own.
-        self._streams.mark().wait()
+        self.streams.mark().wait()
         # Seconds that the training thread has waited in this step. Only that thread uses it.
         self._waited_s = 0.0
         self._num_threads = torch.get_num_threads()
@@ -138,26 +145,51 @@ class ShardedEngine:
         """Begin to fill `rows_RT` with the parameters of all ranks. This rank's own row becomes what its peers see."""
         return self._submit(unit.name, lambda: self._all_gather(unit, rows_RT))
 
+    def begin_step(self, unit: Unit) -> bool:
+        """Begin with the gradients of a unit, and so perhaps a step; return True if no layer has a codec in it.
+
+        All ranks get the same answer. Waits for the thread.
+        """
+        is_dense: bool = self._submit("", lambda: self._open(unit), DONE).result()
+        return is_dense
+
+    def hand_over(self, unit: Unit, ready: Mark) -> None:
+        """Take down that FSDP2 itself reduces the gradients of a unit, in a step without codecs. `ready`: theirs."""
+        self._submit(unit.name, lambda: self._hand_over(unit), ready)
+
     def end_step(self) -> Future[None]:
-        """End the step. Does nothing if the step has reduced no gradient."""
+        """End the step, after all that this thread has called. Does nothing if the step has reduced no gradient."""
         waited_s, self._waited_s = self._waited_s, 0.0
         return self._submit("", lambda: self._end_step(waited_s))
 
-    def wait(self, future: Future[None]) -> None:
-        """Wait for a call. Raises the error that stopped the engine, if there was one."""
+    def wait(self, future: Future[None], *, at_end: bool = False) -> None:
+        """Wait for a call. Raises the error that stopped the engine, if there was one.
+
+        at_end  backward has queued all gradients. From the last one on a device's clock tells the time (`_end_step`)
+        """
         start = time.perf_counter()
         future.result()
-        self._waited_s += time.perf_counter() - start
+        if not self._is_on_device:
+            self._waited_s += time.perf_counter() - start
+        elif not at_end:
+            # Until the call begins, the device computes what it was given.
+            began_s = future.began_s if isinstance(future, _Call) else start
+            self._waited_s += time.perf_counter() - max(start, began_s)
 
     def hold(self, plan: Plan) -> None:
         """Offer a plan. It takes effect at the same step on all ranks, once all of them hold it, see `Engine.hold`.
 
         Also raises PlanError for what `check_plan` refuses.
         """
-        plan.check([layer for unit in self._units for layer in unit.layers], self._minima.world_size)
+        plan.check(self.layers, self._minima.world_size)
         check_plan(plan, self._units)
         build_for(plan, codecs_on_device(plan, self._exchange.transports[0]), self._units[0].device)
         self._held.add(plan, self.plan)
+
+    @property
+    def layers(self) -> list[Layer]:
+        """Whole layers, in the order of their modules."""
+        return [layer for unit in self._units for layer in unit.layers]
 
     @property
     def dense_share(self) -> float:
@@ -203,24 +235,26 @@ class ShardedEngine:
             self._thread.end(timeout_s)
         self._exchange.close()
 
-    def _submit(self, module: str, call: Callable[[], Any]) -> Future[Any]:
+    def _submit(self, module: str, call: Callable[[], Any], computed: Mark | None = None) -> Future[Any]:
+        """Have the thread make a call, after `computed`; default: after all that this thread has called so far."""
         if self._failure is not None:
             raise self._failure
-        if self._streams.is_capturing():
+        if self.streams.is_capturing():
             raise ConfigError(
                 "a CUDA graph cannot contain the exchange of an FSDP2 model, in which the host takes part; capture "
                 "parts of its modules by torch.cuda.make_graphed_callables"
             )
         self._num_threads = torch.get_num_threads()
-        future: Future[Any] = Future()
-        self._thread.put((module, call, self._streams.mark(), future), f"rank {self._rank}, step {self.step}")
+        future = _Call()
+        job = module, call, computed or self.streams.mark(), future
+        self._thread.put(job, f"rank {self._rank}, step {self.step}")
         return future
 
     # Called by the engine's own thread.
 
-    def _run(self, jobs: Iterator[tuple[str, Callable[[], Any], Mark, Future[Any]]]) -> None:
+    def _run(self, jobs: Iterator[tuple[str, Callable[[], Any], Mark, _Call]]) -> None:
         """Do the calls in order, each after the mark of its arguments. A future is set when the device is done too."""
-        self._streams.enter()
+        self.streams.enter()
         for module, call, computed, future in jobs:
             follow_num_threads(self._num_threads)
             try:
@@ -228,8 +262,10 @@ class ShardedEngine:
                     future.set_exception(self._failure)
                 else:
                     self._exchange.wait_for(computed)
+                    self._computed = computed
+                    future.began_s = time.perf_counter()
                     result = call()
-                    self._exchange.wait_for(self._streams.mark())
+                    self._exchange.wait_for(self.streams.mark())
                     future.set_result(result)
                     del result
             except BaseException as error:  # noqa: BLE001 - raised again in the training thread, through the future
@@ -253,14 +289,28 @@ class ShardedEngine:
 
     def _begin(self, unit: Unit, scales: Scales) -> None:
         """Begin with the gradients of a unit, and so perhaps a step."""
+        self._open(unit)
+        self._memory.follow_scale(scales, is_first=not self._ran)
+        self._ran.append(unit)
+        self._ready = self._computed
+
+    def _open(self, unit: Unit) -> bool:
         if unit in self._ran:
             self._end_step(0.0)
-        if not self._ran:
+        if not self._has_begun:
+            self._has_begun = True
             self._first_s = time.perf_counter()
             self._memory.settle()
             self._follow_plan()
-        self._memory.follow_scale(scales, is_first=not self._ran)
-        self._ran.append(unit)
+        return self._is_dense
+
+    def _hand_over(self, unit: Unit) -> None:
+        self._begin(unit, ())
+        self._exchange.sent_bytes += round(self.dense_share * self._dense_bytes([unit]))
+
+    def _dense_bytes(self, units: Sequence[Unit]) -> int:
+        # Replicas send their own shards only.
+        return sum(unit.dense_bytes for unit in units) // (self._num_shards if self.sums_inside else 1)
 
     def _follow_plan(self) -> None:
         """Enter a plan if all ranks hold it, and tell them which ones this rank holds."""
@@ -274,6 +324,7 @@ class ShardedEngine:
 
     def _choose(self, plan: Plan) -> None:
         codecs = codecs_of(plan)
+        self._is_dense = all(codec == NONE for codec in codecs.values())
         for unit in self._units:
             unit.choose(codecs)
 
@@ -294,16 +345,19 @@ class ShardedEngine:
             return
         self._memory.end_step(self._ran)
         self._minima.relay()
+        if self._is_on_device:
+            ended = self.streams.mark()
+            self._exchange.wait_for(ended)
+            waited_s += ended.seconds_since(self._ready)
         now = time.perf_counter()
         with self.telemetry.optional("times and bytes", self.step):
-            # Replicas send their own shards only.
-            dense_bytes = sum(unit.dense_bytes for unit in self._ran) // (self._num_shards if self.sums_inside else 1)
             between_s = self._pauses.add_step(self._first_s - self._last_end_s, now - self._first_s)
             step_s = now - self._last_end_s - between_s
-            sample = sample_of_shards(self._exchange, self._rank, dense_bytes, step_s, waited_s)
-            self.telemetry.add_sample(replace(sample, between_s=between_s))
+            sample = sample_of_shards(self._exchange, self._rank, self._dense_bytes(self._ran), step_s, waited_s)
+            loss, lr = self.observed.take()
+            self.telemetry.add_sample(replace(sample, between_s=between_s, loss=loss, lr=lr))
         self._last_end_s = now
-        self._ran = []
+        self._ran, self._has_begun = [], False
         self._exchange.next_step()
 
     def _state(self) -> dict[str, Any]:
@@ -326,6 +380,12 @@ class ShardedEngine:
             self.telemetry.note_fault(failure, self.step)
         self._failure = failure
         return failure
+
+
+class _Call(Future[Any]):
+    """A call to the thread. `began_s`: when its arguments were ready, and all calls before it were done."""
+
+    began_s = math.inf
 
 
 class _GridMinima:

@@ -158,7 +158,11 @@ def _sharded(rank: int, world_size: int, folder: str, num_replicas: int, paramet
             optimizer.step()
         weights.append({name: one.cpu() for name, one in weights_of(model).items()})
         if attachment is not None:
+            samples = attachment.take_samples()
             attachment.close()
+            # NCCL alone reduces, unless our own thread gathers the parameters.
+            assert all((one.exchange_s == 0) is (parameters is None) for one in samples)
+            assert all(0 < one.compute_s < one.step_s for one in samples)
     return largest_difference(*weights)
 
 

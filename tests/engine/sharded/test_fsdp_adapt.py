@@ -54,7 +54,7 @@ def test_ranks_try_codecs_and_choose_the_fastest(num_ranks: int, num_replicas: i
     assert "faster than dense" in result.output
     assert "first measurements: per step qsgd " in (tmp_path / "report.html").read_text()
     result = CliRunner().invoke(main, ["replay", str(tmp_path)])
-    assert "codecs of a sharded model are tried: only measured steps tell what comes next" in result.output
+    assert "is of a sharded model: codecs are tried, and only measured steps tell" in result.output
 
 
 def _keep_one(rank: int, folder: str) -> list[str]:
@@ -74,15 +74,20 @@ def _refuse(rank: int, arguments: dict[str, Any]) -> str:
 
 
 def test_a_static_run_has_a_journal_and_other_policies_and_candidates_are_refused(tmp_path: Path) -> None:
-    candidates = {"policy": "adaptive", "candidates": ("bf16", "topk:density=0.1")}
-    cases = [
-        partial(_keep_one, folder=str(tmp_path)),
-        partial(_refuse, arguments={"policy": "flexible"}),
-        partial(_refuse, arguments=candidates),
+    refused: list[dict[str, Any]] = [
+        {"policy": "flexible"},
+        {"policy": "adaptive", "candidates": ("bf16", "topk:density=0.1")},
+        {"policy": "adaptive", "candidates": ("bf16", "ef_signsgd")},
+        {"policy": "adaptive", "candidates": (("qsgd:bits=4", "allgather"),)},
     ]
-    said, (paper, *_), (own, *_) = (result for result in run_cases(2, cases))
+    cases = [partial(_refuse, arguments=arguments) for arguments in refused]
+    results = run_cases(2, [partial(_keep_one, folder=str(tmp_path)), *cases])
+    said, (paper, *_), (sparse, *_), (feedback, *_), (scheme, *_) = results
     events = [json.loads(line)["event"] for line in (tmp_path / "decisions.jsonl").read_text().splitlines()]
     assert {"start", "progress", "end"} == {*events}
     assert any("under bf16 over" in line for line in said[0])
     assert "which plans for gradients of whole layers; give policy='adaptive', or a codec" in paper
-    assert "candidate topk:density=0.1 cannot be tried with an FSDP2 model" in own
+    assert "candidate topk" in sparse
+    assert "as scheme sra does not carry it" in sparse
+    assert "as it has error feedback" in feedback
+    assert "as all goes over sra there" in scheme

@@ -14,6 +14,7 @@ from support.sharded import (
     BITS8,
     backward,
     gradients_of,
+    hand_over,
     largest_difference,
     make_mesh,
     shard,
@@ -21,6 +22,7 @@ from support.sharded import (
     train,
     weights_of,
 )
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import cgx_ray
 from cgx_ray.engine import agreement
@@ -75,6 +77,52 @@ def test_a_plan_takes_effect_at_the_same_step_on_all_ranks(
         # In float32, of two summands in any order.
         assert different == 0 if num_replicas == 1 or sums_inside else different < 1e-6
     assert min(num_bytes[num_ranks + 1 :]) > 1.5 * max(num_bytes[: num_ranks + 1])
+
+
+def _hand_over(
+    rank: int, num_ranks: int, num_replicas: int, *, sums_inside: bool
+) -> tuple[list[tuple[int, int, bool]], float, float]:
+    """Train dense, in 4 bits and dense again, where FSDP2 reduces what is dense, in bfloat16.
+
+    Return by step the plan, the bytes sent and whether the engine exchanged; how far the weights were from plain
+    FSDP2's after the first plan; and after the last one, which plain FSDP2 entered with the same weights.
+    """
+    hand_over()
+    if sums_inside:
+        sum_inside()
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    mesh = make_mesh(num_replicas)
+    ours, plain = (shard(Branches(), mesh, mp_policy=policy) for _ in range(2))
+    attachment = cgx_ray.attach(ours, codec="none")
+    plain.load_state_dict(ours.state_dict())
+    before = largest_difference(train(ours, rank, range(4)), train(plain, rank, range(4)))
+    for version, codec in ((1, "qsgd:bits=4"), (2, "none")):
+        attachment.hold(_plan(version, num_ranks, codec))
+        # The plan is in force from the third step on, at the latest.
+        for step in range(4 * version, 4 * version + 3):
+            train(ours, rank, range(step, step + 1))
+            assert attachment.plan is not None
+        assert attachment.plan.version == version
+        plain.load_state_dict(ours.state_dict())
+        after = largest_difference(train(ours, rank, range(20, 24)), train(plain, rank, range(20, 24)))
+    samples = attachment.take_samples()
+    attachment.close()
+    return [(one.plan_version, one.wire_bytes, one.exchange_s > 0) for one in samples], before, after
+
+
+@pytest.mark.parametrize(("num_ranks", "num_replicas", "sums_inside"), [(2, 1, False), (4, 2, False), (4, 2, True)])
+def test_dense_plans_are_handed_over_and_train_bit_for_bit_like_plain_fsdp2(
+    num_ranks: int, num_replicas: int, sums_inside: bool
+) -> None:
+    results = run_ranks(num_ranks, partial(_hand_over, sums_inside=sums_inside), num_ranks, num_replicas)
+    first, before, after = results[0]
+    assert all(own[0] == first for own in results)
+    assert (before, after) == (0.0, 0.0)
+    assert {version for version, *_ in first} == {0, 1, 2}
+    assert [exchanged for version, _, exchanged in first] == [version == 1 for version, *_ in first]
+    dense, coded = ({num for version, num, _ in first if (version == 1) is is_coded} for is_coded in (False, True))
+    assert len(dense) == 1
+    assert max(coded) < min(dense)
 
 
 def _leased(rank: int) -> list[int]:
