@@ -95,3 +95,8 @@ class Gatherer:
                     own = as_own(error)
                     raise own from own.__cause__
                 raise
+            except CGXError as shared:
+                if str(shared) == str(error):
+                    # All ranks have met it: one traceback is enough.
+                    raise shared from None
+                raise

@@ -42,7 +42,6 @@ from cgx_ray.units import format_seconds
 
 logger = logging.getLogger(__name__)
 
-_BY_POLICY: MadeBy = "policy"
 # Least steps and seconds of a plan that are measured, and most steps: the median of fewer is off by some percent on a
 # busy machine.
 TRIAL_STEPS, TRIAL_S, MAX_TRIAL_STEPS = 5, 1.0, 200
@@ -294,9 +293,10 @@ class TriedCodecs(GroupReports):
         chosen, dense = now.times[codec], now.times[NONE]
         self._ended_s, self._chosen_s = at.now_s, chosen.step_s
         self._round, self._before, self._off_steps, self._off_s = None, [], 0, 0.0
-        plan, kind, made_by = self._plan, _kind(codec, now), _BY_POLICY
-        if plan.lease is not None:
-            kind, made_by = ("replace", "return") if kind == "keep" else (kind, made_by)
+        plan, kind = self._plan, _kind(codec, now)
+        made_by: MadeBy = "policy"
+        if kind == "keep" and plan.lease is not None:
+            kind, made_by = "replace", "return"
         if kind != "keep":
             plan = self._plan_of(codec, plan.last_version + 1)
         if kind == "disable":

@@ -198,7 +198,10 @@ def _attach_wrong(rank: int, case: str) -> str:
         model = shard(Branches(), alone)
     with pytest.raises(cgx_ray.CGXError) as caught:
         cgx_ray.attach(model, **arguments)
-    return str(caught.value)
+    error = caught.value
+    # One traceback, and not another one with the same words.
+    assert error.__suppress_context__ or str(error.__context__) != str(error)
+    return str(error)
 
 
 @pytest.mark.parametrize(
