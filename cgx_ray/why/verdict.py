@@ -114,8 +114,8 @@ def _without_steps(records: Sequence[RankRecord], paths: tuple[Path, ...]) -> St
         )
     elif not any(record.num_models for record in records):
         sentence = (
-            f"{format_count(len(records), 'rank')} made a process group and built no DDP model, so steps are unknown: "
-            "all that can be said of it are its links and nodes."
+            f"{format_count(len(records), 'rank')} made a process group and built no DDP model, so steps are unknown, "
+            "as those of FSDP2 models: all that can be said are links and nodes."
         )
     else:
         most = max(record.num_warm for record in records)
