@@ -1,8 +1,8 @@
 """Choose the codec of a sharded model by trying each one for some steps.
 
 FSDP2 groups the layers itself and says nothing of when gradients are ready, so no model predicts these steps. Codecs
-are tried in rounds: with the first steps, when steps have taken another time than before for SETTLE_S, and now and
-then.
+are tried in rounds: with the first steps, when steps have taken another time than before for SETTLE_S and twice
+TRIAL_STEPS, and now and then.
 
 1. The plan in force is measured, then dense, each for TRIAL_STEPS and TRIAL_S.
 2. The steps of another codec take at least the compute of dense ones and, of the rest, its share of dense's bytes. The
@@ -223,7 +223,7 @@ class TriedCodecs(GroupReports):
         is_slow = self._codec != NONE and self._dense_s is not None and now.step_s > MAX_SLOWDOWN * self._dense_s
         is_off = is_slow or not 1 / NOISE < now.step_s / before.step_s < NOISE
         self._off_steps, self._off_s = (self._off_steps + 1, self._off_s + step.passed_s) if is_off else (0, 0.0)
-        has_changed = self._off_s >= SETTLE_S and self._off_steps >= TRIAL_STEPS
+        has_changed = self._off_s >= SETTLE_S and self._off_steps >= 2 * TRIAL_STEPS
         since_s, cost_s = at.now_s - self._ended_s, self._cost_s
         if self._codec == NONE and not _may_improve(now.compute_s, now.step_s):
             # No codec can be better.
