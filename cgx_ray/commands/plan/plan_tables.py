@@ -72,7 +72,7 @@ def sweep_table(sweep: Sweep, points: Sequence[BestPlan]) -> Table:
     table.add_column("most bytes use", overflow="fold")
     before = None
     for index, (value, point) in enumerate(zip(sweep.values, points, strict=True)):
-        now = (point.best.bound_by, str(main_option(point.best)))
+        now = (point.best.bound_by, main_option(point.best).describe())
         if now != before or index == len(points) - 1:
             numbers = (f"{1e3 * point.dense.step_s:.1f}", f"{1e3 * point.best.step_s:.1f}", f"{point.speedup:.2f}x")
             table.add_row(f"{value:.0f}" if sweep.name == "workers" else f"{value:.3g}", *numbers, *now)
