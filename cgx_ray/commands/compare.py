@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,9 @@ def compare(first: Path, second: Path, json_path: str | None) -> None:
         faster = f"{max(ratio, 1 / ratio):.2f}x {'faster' if ratio >= 1 else 'slower'}"
         print_line(console, f"a step of {other['name']} is {faster} than one of {one['name']}", style="bold")
     table = new_table(None, "", *(printable(run["name"]) for run in found), wrap=True)
-    for name, show in _ROWS.items():
+    # Perhaps on another network.
+    rows = _ROWS | {"a dense step": _seconds("dense_step_s", partial(_known_by, dense=dense))}
+    for name, show in rows.items():
         heading = f"loss at step {loss_step}" if name == _LOSS and loss_step is not None else name
         table.add_row(heading, *(show(run) for run in found))
     console.print(table)
@@ -85,7 +88,9 @@ def _number(name: str, form: str) -> Callable[[dict[str, Any]], str]:
     return lambda run: format(run[name], form) if run[name] is not None else "-"
 
 
-def _known_by(run: dict[str, Any]) -> str:
+def _known_by(run: dict[str, Any], dense: RunRecord | None = None) -> str:
+    if dense is not None and run["name"] != dense.name:
+        return f"that of {printable(dense.name)}"
     return "predicted" if run["is_predicted"] else "measured"
 
 
