@@ -173,7 +173,7 @@ class ShardedEngine:
             self._waited_s += time.perf_counter() - start
         elif not at_end:
             # Until the call begins, the device computes what it was given.
-            began_s = future.began_s if isinstance(future, _Call) else start
+            began_s = future.began_s if isinstance(future, Call) else start
             self._waited_s += time.perf_counter() - max(start, began_s)
 
     def hold(self, plan: Plan) -> None:
@@ -245,14 +245,14 @@ class ShardedEngine:
                 "parts of its modules by torch.cuda.make_graphed_callables"
             )
         self._num_threads = torch.get_num_threads()
-        future = _Call()
+        future = Call()
         job = module, call, computed or self.streams.mark(), future
         self._thread.put(job, f"rank {self._rank}, step {self.step}")
         return future
 
     # Called by the engine's own thread.
 
-    def _run(self, jobs: Iterator[tuple[str, Callable[[], Any], Mark, _Call]]) -> None:
+    def _run(self, jobs: Iterator[tuple[str, Callable[[], Any], Mark, Call]]) -> None:
         """Do the calls in order, each after the mark of its arguments. A future is set when the device is done too."""
         self.streams.enter()
         for module, call, computed, future in jobs:
@@ -346,9 +346,8 @@ class ShardedEngine:
         self._memory.end_step(self._ran)
         self._minima.relay()
         if self._is_on_device:
-            ended = self.streams.mark()
-            self._exchange.wait_for(ended)
-            waited_s += ended.seconds_since(self._ready)
+            # The training's stream, which has waited for all gradients.
+            waited_s += self._computed.seconds_since(self._ready)
         now = time.perf_counter()
         with self.telemetry.optional("times and bytes", self.step):
             between_s = self._pauses.add_step(self._first_s - self._last_end_s, now - self._first_s)
@@ -382,7 +381,7 @@ class ShardedEngine:
         return failure
 
 
-class _Call(Future[Any]):
+class Call(Future[Any]):
     """A call to the thread. `began_s`: when its arguments were ready, and all calls before it were done."""
 
     began_s = math.inf

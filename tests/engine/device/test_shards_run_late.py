@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ import cgx_ray
 from cgx_ray.collectives import Transport
 from cgx_ray.collectives.transport.tcp import connect_mesh
 from cgx_ray.engine.sharded import sharded_engine
-from cgx_ray.engine.sharded.sharded_engine import ShardedEngine
+from cgx_ray.engine.sharded.sharded_engine import Call, ShardedEngine
 from cgx_ray.engine.sharded.shards import ShardedLayer, Unit
 from cgx_ray.plan import CodecSpec, Layer, make_plan
 
@@ -48,10 +47,10 @@ def _units(num_ranks: int, device: torch.device) -> list[Unit]:
     return units
 
 
-def _traced_future(device: TracedDevice) -> type[Future[Any]]:
+def _traced_call(device: TracedDevice) -> type[Call]:
     """Return a class whose `result` lets the caller know what the thread that has set it had seen done."""
 
-    class TracedFuture(Future[Any]):
+    class TracedCall(Call):
         after: Clock
 
         def set_result(self, result: Any) -> None:
@@ -63,7 +62,7 @@ def _traced_future(device: TracedDevice) -> type[Future[Any]]:
             device._learn(self.after)
             return found
 
-    return TracedFuture
+    return TracedCall
 
 
 class _Training:
@@ -135,7 +134,7 @@ def _train(rank: int, codec: str, seed: int | None, removed: str | None = None) 
         device.install()
         # Nothing has asked before.
         traced_device._CURIOUS.discard("_wait_for_mark")
-        sharded_engine.Future = _traced_future(device)  # type: ignore[misc]
+        sharded_engine.Call = _traced_call(device)  # type: ignore[misc]
     run = _Training(rank, codec, device)
     if device is not None:
         device.sites.clear()
