@@ -19,7 +19,7 @@ from cgx_ray.plan import Layer, Lease, Plan
 
 
 class GroupReports(ABC):
-    """What is known of a worker group whatever chooses its plans; each of the ways to choose is a subclass.
+    """Knowledge of a worker group that does not depend on how its plans are chosen: each way to choose is a subclass.
 
     layers    of the model
     network   between the nodes

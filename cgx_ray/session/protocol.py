@@ -1,4 +1,4 @@
-"""What an attachment asks of whoever decides for it: Ray Train's side, or the control loop of a run without Ray."""
+"""Protocol of whoever decides for an attachment: Ray Train's side, or the control loop of a run without Ray."""
 
 from __future__ import annotations
 

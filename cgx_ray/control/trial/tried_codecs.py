@@ -153,8 +153,6 @@ class TriedCodecs(GroupReports):
         self._compare_with_dense(step)
         if not self._is_measured:
             return
-        if self._codec == NONE:
-            self._dense_s = _time(self._recent).step_s
         if self._pending is not None:
             yield self._outcome(self._pending, at)
         if self._round is None and self._decides:
@@ -204,14 +202,16 @@ class TriedCodecs(GroupReports):
             self.speed_up = self._dense_s / newest if self._dense_s and not self._off_s else None
 
     def facts(self) -> LoopFacts:
-        step_s, dense_s = self._expected or (None, None)
+        expected_s, expected_dense_s = self._expected or (None, None)
+        step_s = _time(self._recent).step_s if self._recent else None
+        dense_s = step_s if self._codec == NONE and self._is_measured else self._dense_s
         return replace(
             super().facts(),
-            predicted_step_s=step_s,
-            predicted_dense_step_s=dense_s,
-            measured_step_s=_time(self._recent).step_s if self._recent else None,
-            dense_step_s=self._dense_s,
-            is_dense_measured=self._dense_s is not None,
+            predicted_step_s=expected_s,
+            predicted_dense_step_s=expected_dense_s,
+            measured_step_s=step_s,
+            dense_step_s=dense_s,
+            is_dense_measured=dense_s is not None,
             prediction_error=self._prediction_error,
         )
 
