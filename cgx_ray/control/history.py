@@ -6,11 +6,12 @@ import contextlib
 import logging
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cgx_ray.control.journal.facts import LinkKind
 from cgx_ray.control.journal.sentences import RunTotals
 from cgx_ray.control.learned.learned_errors import LearnedErrors
 from cgx_ray.control.learned.measured import dense_groups, is_dense
@@ -26,7 +27,7 @@ from cgx_ray.planner.prediction import Measured
 logger = logging.getLogger(__name__)
 
 # Rises when `History` changes, so that a snapshot of another version is not misread.
-SNAPSHOT_FORMAT = 13
+SNAPSHOT_FORMAT = 14
 # Newest plans that are handed over. Ranks and leases refer to the last two or three.
 KEPT_PLANS = 8
 # Raised by a pickle that is cut or changed.
@@ -45,6 +46,8 @@ class Registration:
     bus, engine  as in `Measured`
     step         that the ranks begin with
     is_sharded   FSDP2 cuts the parameters: plans are chosen by trial (`trial.tried_codecs`)
+    is_simulated
+                 messages cross a simulated link
     """
 
     layers: tuple[Layer, ...]
@@ -55,11 +58,18 @@ class Registration:
     engine: EngineCost = HOST_ENGINE
     step: int = 0
     is_sharded: bool = False
+    is_simulated: bool = False
 
     @property
     def of_device(self) -> dict[str, Any]:
         """Fields of `Measured` about the device that holds the gradients, besides times of codecs."""
         return {"encodes_on": self.encodes_on, "bus": self.bus, "engine": self.engine}
+
+    def link_kind(self, nodes: Sequence[str]) -> LinkKind:
+        """Return what lies between the ranks. `nodes`: address of each rank's node; empty if unknown."""
+        if self.is_simulated:
+            return "simulated"
+        return "machine" if len({*nodes}) == 1 else "network"
 
     @property
     def dense_plan(self) -> Plan:
@@ -101,9 +111,10 @@ class History:
 class Snapshot:
     """The history in a file of the controller's node. Only processes of this run's user may be able to write it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_told: bool = False) -> None:
+        """`is_told`: the user knows already that there can be no such file."""
         self.path = path
-        self._has_failed = False
+        self._is_told = is_told
 
     def write(self, history: History) -> None:
         """Replace the file at once. If that fails there is none: an old one would lack plans that ranks may have."""
@@ -116,8 +127,8 @@ class Snapshot:
             # A file system that has become read-only keeps it.
             with contextlib.suppress(OSError):
                 self.path.unlink(missing_ok=True)
-            if not self._has_failed:
-                self._has_failed = True
+            if not self._is_told:
+                self._is_told = True
                 logger.warning(
                     "the controller cannot keep its history in %s: %s; if it crashes, ranks keep their plan for good",
                     self.path,

@@ -81,6 +81,7 @@ class JournalEvents:
             registration.codec_costs,
             registration.encodes_on,
             nodes=self._nodes,
+            link=registration.link_kind(self._nodes),
             on_one_node=self.is_on_one_node(state.plan),
             time_s=time_s,
         )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cgx_ray.control.joined_steps import MEAN_PARTS
-from cgx_ray.control.journal.facts import LoopFacts
+from cgx_ray.control.journal.facts import LinkKind, LoopFacts
 from cgx_ray.monitors.sample import NodeSample, NodeStep
 from cgx_ray.plan import Plan
 
@@ -31,7 +31,7 @@ class LiveState:
     def __init__(self, run_name: str, nodes: Sequence[str]) -> None:
         """`nodes`: address of each rank's node."""
         self._run_name = run_name
-        self._nodes = tuple(nodes)
+        self.nodes = tuple(nodes)
         # By rank, the newest record with it.
         self._ranks: dict[int, NodeStep] = {}
         self._latency_s: dict[str, Mapping[str, float]] = {}
@@ -57,12 +57,14 @@ class LiveState:
         plans: Sequence[Plan],
         journal: Sequence[Mapping[str, Any]],
         *,
+        link: LinkKind = "network",
         is_on_one_node: bool = False,
     ) -> dict[str, Any]:
         """Return the state as JSON values.
 
         plans           the newest ones
         journal         its newest lines
+        link            what lies between the ranks
         is_on_one_node  all ranks share memory
         """
         rate, plan = facts.bandwidth, self._in_force(plans)
@@ -73,6 +75,7 @@ class LiveState:
             "plan": {"version": plan.version, "text": plan.describe(), "is_on_trial": plan.lease is not None},
             "ranks": [self._rank_fields(rank) for rank in sorted(self._ranks)],
             "nodes": [self._node_fields(node_id) for node_id in self._loads],
+            "link": link,
             "bandwidth_gbps": [8e-9 * value for value in (rate.low, rate.value, rate.high)] if rate else None,
             "speed_up": facts.speed_up,
             "elapsed_s": max(self._last_s - self._first_s, 0.0) if self._first_s is not None else None,
@@ -111,7 +114,7 @@ class LiveState:
         }
 
     def _address(self, rank: int) -> str:
-        return self._nodes[rank] if rank < len(self._nodes) else self._node_of[rank]
+        return self.nodes[rank] if rank < len(self.nodes) else self._node_of[rank]
 
 
 def _short(line: Mapping[str, Any]) -> dict[str, Any]:

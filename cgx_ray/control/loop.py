@@ -265,7 +265,9 @@ class ControlLoop:
             return None
         is_on_one_node = self._events.is_on_one_node(self.plans[-1])
         newest, lines = self.plans[-KEPT_PLANS:], list(self._journal.recent)
-        return self._live.fields(self.facts(), newest, lines, is_on_one_node=is_on_one_node)
+        assert self._registration is not None
+        link = self._registration.link_kind(self._live.nodes)
+        return self._live.fields(self.facts(), newest, lines, link=link, is_on_one_node=is_on_one_node)
 
     def next_probe(self, node_id: str, now_s: float) -> str | None:
         """Return the node that `node_id` shall probe now; None if messages suffice or it is not its turn.

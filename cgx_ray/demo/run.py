@@ -21,7 +21,7 @@ from cgx_ray.report.live_screen import Screen, make_screen
 from cgx_ray.report.live_view import LiveView, view_of_record
 from cgx_ray.report.record import RunRecord
 from cgx_ray.report.show import print_line
-from cgx_ray.session.settings import Settings
+from cgx_ray.session.settings import VARIABLE, Settings, policy_variable
 from cgx_ray.units import format_rate
 
 # Policies that decide during training, the default first.
@@ -62,8 +62,9 @@ class DemoOptions:
             raise ConfigError(f"steps {self.steps} is not allowed; give at least 4, half of them on the slow network")
         settings = Settings(policy=self.policy, fidelity=self.fidelity)
         if not settings.decides:
-            hint = ", ".join(DECIDING) + settings.of_variable
-            raise ConfigError(f"policy {self.policy!r} decides nothing; give {hint}")
+            name = policy_variable()
+            unset = f" ({VARIABLE}={name} is set, which replaces other policies; unset it)" if name else ""
+            raise ConfigError(f"policy {self.policy!r} decides nothing; give {', '.join(DECIDING)}{unset}")
         if min(self.rate, self.slow_rate) < 1e6:
             raise ConfigError(f"rates {self.rate:g} and {self.slow_rate:g} bit/s: give at least 1mbit")
 

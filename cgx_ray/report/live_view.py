@@ -14,6 +14,8 @@ from cgx_ray.units import format_bytes, format_measured_rate, format_rate, forma
 PARTS = ("compute", "encode", "exchange", "decode")
 # Share of the time between steps from which it is named: where processors are busy, single steps begin late.
 LEAST_BETWEEN = 0.05
+# What a rate is that no network has, by `link_kind`.
+_LINK_WORDS = {"machine": " within this machine", "simulated": " on a simulated link"}
 # Decisions that are shown.
 SHOWN_DECISIONS = 2
 # Lines of the journal that are shown.
@@ -107,7 +109,7 @@ def view_of_record(record: RunRecord, *, num_steps: int | None = None, links: Se
         elapsed_s=max((line["time"] for line in lines), default=record.start_time) - record.start_time
         if lines
         else None,
-        links=tuple(links) or tuple(_estimated_links(record.progress[-1] if record.progress else None)),
+        links=tuple(links) or _estimated_links(record.progress[-1] if record.progress else None, link_kind(record)),
         decisions=decision_lines(record.decisions, record.outcomes)[-SHOWN_DECISIONS:],
         notes=(*broken_note(record.broken), *drift_note(record.drifts), *_fault_note(record.faults)),
     )
@@ -147,7 +149,7 @@ def view_of_controller(found: Mapping[str, Any]) -> LiveView:
         loss=next((line["loss"] for line in reversed(by_event["progress"]) if line.get("loss") is not None), None),
         speed=_speed(by_event["progress"], found["speed_up"]),
         elapsed_s=found.get("elapsed_s"),
-        links=(*_estimated_links(found), *map(_node_line, found["nodes"])),
+        links=(*_estimated_links(found, found.get("link", "network")), *map(_node_line, found["nodes"])),
         decisions=decision_lines(by_event["decision"], by_event["outcome"])[-SHOWN_DECISIONS:],
         notes=tuple(notes),
     )
@@ -297,18 +299,23 @@ def _speed(progress: Sequence[Mapping[str, Any]], speed_up: float | None) -> str
     return ", ".join(said) or None
 
 
-def _estimated_links(line: Mapping[str, Any] | None) -> list[str]:
-    """Return bandwidth and latency as the controller estimates them."""
+def link_kind(record: RunRecord) -> str:
+    """Return what lies between the ranks: "network", "machine" for the memory of one machine, or "simulated"."""
+    return record.starts[-1].get("link", "network") if record.starts else "network"
+
+
+def _estimated_links(line: Mapping[str, Any] | None, kind: str) -> tuple[str, ...]:
+    """Return bandwidth and latency as the controller estimates them. `kind` as `link_kind` returns it."""
     if line is None:
-        return []
+        return ()
     found = []
     if line["bandwidth_gbps"] is not None:
         low, value, high = (format_measured_rate(gbps * 1e9) for gbps in line["bandwidth_gbps"])
         low = low.removesuffix(high.partition(" ")[2]).rstrip()
-        found.append(f"{value} per rank (spread {low} to {high})")
+        found.append(f"{value} per rank{_LINK_WORDS.get(kind, '')} (spread {low} to {high})")
     if line["latency_ms"] is not None:
         found.append(f"{line['latency_ms']:.2g} ms one way")
-    return [", ".join(found)] if found else []
+    return (", ".join(found),) if found else ()
 
 
 def _node_line(node: Mapping[str, Any]) -> str:

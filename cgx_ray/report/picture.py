@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -33,7 +34,8 @@ from cgx_ray.report.style import (
 )
 
 _COLORS = {"dense": DENSE_COLOR, "adaptive": BLUE}
-_OTHER_COLOR = GREEN
+# Of other runs in a picture, in turn: Tol's colours, which colour-blind readers can tell apart.
+_OTHER_COLORS = (GREEN, "#882255", "#999933", "#332288", "#AA4499", "#117733", "#DDCC77")
 # None of them is the colour of a run.
 _LINK_COLORS = (INK, ORANGE, PURPLE, SKY, "black")
 # Field of the network as it was set, and the field of a decision's inputs that estimates it.
@@ -65,6 +67,19 @@ class _StepAxis:
         return self._steps[0].step + bisect(self._steps, time, key=lambda line: line.time) - 0.5
 
 
+class _Drawn(NamedTuple):
+    """A run, the colour of all that is drawn of it, and its x axis."""
+
+    record: RunRecord
+    color: str
+    axis: _StepAxis
+
+
+def _drawn(records: Sequence[RunRecord]) -> list[_Drawn]:
+    others = cycle(_OTHER_COLORS)
+    return [_Drawn(record, _COLORS.get(record.name) or next(others), _StepAxis(record)) for record in records]
+
+
 def plot_runs(records: Sequence[RunRecord], path: Path, *, title: str) -> None:
     """Write the picture of `draw_runs`."""
     save_figure(draw_runs(records, title=title), path)
@@ -76,8 +91,8 @@ def draw_runs(records: Sequence[RunRecord], *, title: str) -> Figure:
     records  dense first; each has steps or decisions. The network is that of the last one: as it was set, and as its
              decisions estimated it
     """
-    last = records[-1]
-    axis = _StepAxis(last)
+    runs = _drawn(records)
+    last, axis = records[-1], runs[-1].axis
     known = {field for event in last.network for field in event.change}
     fields = [
         (field, estimate)
@@ -93,14 +108,14 @@ def draw_runs(records: Sequence[RunRecord], *, title: str) -> Figure:
         height_ratios=(3, *(1 for _ in fields)),
     )
     if last.steps:
-        _draw_loss(panels["loss"], records)
-    _draw_step_time(panels["step"], records)
+        _draw_loss(panels["loss"], runs)
+    _draw_step_time(panels["step"], runs)
     for field, estimate in fields:
-        _draw_network(panels[field], last, axis, field, estimate)
+        _draw_network(panels[field], runs[-1], field, estimate)
     right = [panels[row] for row in rows]
     _finish_panels(right, axis, last)
-    for record in records:
-        _mark_plans(right, record)
+    for run in runs:
+        _mark_plans(right, run)
     handles = {label: handle for axes in right for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     add_bottom_legend(figure, handles, num_columns=4 if last.steps else 3, fontsize=9)
     add_title(figure, title)
@@ -120,11 +135,10 @@ def _finish_panels(panels: Sequence[Axes], axis: _StepAxis, record: RunRecord) -
     panels[-1].set_xlabel(axis.label)
 
 
-def _draw_loss(axes: Axes, records: Sequence[RunRecord]) -> None:
-    for record in records:
+def _draw_loss(axes: Axes, runs: Sequence[_Drawn]) -> None:
+    for record, color, _ in runs:
         start = record.start_time
         seconds = [line.time - start for line in record.steps]
-        color = _COLORS.get(record.name, _OTHER_COLOR)
         axes.plot(seconds, [line.loss for line in record.steps], color=color, alpha=0.25, linewidth=1)
         losses = smooth_losses(record.steps)
         axes.plot(seconds, losses, color=color, linewidth=2.2, label=label(record.name))
@@ -149,10 +163,9 @@ def _draw_loss(axes: Axes, records: Sequence[RunRecord]) -> None:
     clean(axes)
 
 
-def _draw_step_time(axes: Axes, records: Sequence[RunRecord]) -> None:
-    for record in records:
-        color = _COLORS.get(record.name, _OTHER_COLOR)
-        axis = _StepAxis(record)
+def _draw_step_time(axes: Axes, runs: Sequence[_Drawn]) -> None:
+    for run in runs:
+        record, color, axis = run
         if record.steps:
             steps, seconds = [line.step for line in record.steps], [line.step_s for line in record.steps]
             axes.plot(steps, seconds, color=color, linewidth=1.4, marker="o", markersize=2.5, label=label(record.name))
@@ -165,8 +178,8 @@ def _draw_step_time(axes: Axes, records: Sequence[RunRecord]) -> None:
             seconds = [line["measured_step_s"] for line in record.outcomes]
             axes.plot(at, seconds, color=color, linestyle="none", marker="s", label="step, measured after a decision")
         predicted = [line["predicted_step_s"] for line in record.decisions]
-        _draw_decisions(axes, record, axis, "step predicted", predicted, "D")
-    if len(records) == 1 and record.decisions:
+        _draw_decisions(axes, run, "step predicted", predicted, "D")
+    if len(runs) == 1 and record.decisions:
         at = [*(axis.at(line) for line in record.decisions), axis.end]
         seconds = [line["predicted_dense_s"] for line in (*record.decisions, record.decisions[-1])]
         axes.step(at, seconds, where="post", color=_COLORS["dense"], linestyle="--", label="dense step predicted")
@@ -178,7 +191,8 @@ def _draw_step_time(axes: Axes, records: Sequence[RunRecord]) -> None:
     axes.set(ylabel="seconds per step (log scale)", title="Step time, network and decisions")
 
 
-def _draw_network(axes: Axes, record: RunRecord, axis: _StepAxis, field: Field, estimate: str) -> None:
+def _draw_network(axes: Axes, run: _Drawn, field: Field, estimate: str) -> None:
+    record, axis = run.record, run.axis
     events = tuple(ScheduledAction(at=axis.between(event.time), **event.action_fields()) for event in record.network)
     schedule = Schedule(name=record.name, unit="step", events=events, end=axis.end)
     num_hosts = next((event.num_hosts for event in record.network if event.num_hosts is not None), None)
@@ -191,17 +205,15 @@ def _draw_network(axes: Axes, record: RunRecord, axis: _StepAxis, field: Field, 
     ]
     # Within a machine and over simulated links no latency is measured, and decisions take a usual one.
     if record.progress and all(line[estimate] is None for line in record.progress):
-        _draw_decisions(axes, record, axis, "latency not measured, assumed", estimates, "s")
+        _draw_decisions(axes, run, "latency not measured, assumed", estimates, "s")
     else:
-        _draw_decisions(axes, record, axis, "network estimated", estimates, "o")
+        _draw_decisions(axes, run, "network estimated", estimates, "o")
     fit_values(axes)
 
 
-def _draw_decisions(
-    axes: Axes, record: RunRecord, axis: _StepAxis, name: str, values: Sequence[float], marker: str
-) -> None:
+def _draw_decisions(axes: Axes, run: _Drawn, name: str, values: Sequence[float], marker: str) -> None:
     """Draw a marker per decision, filled where the plan changed."""
-    color = _COLORS.get(record.name, _OTHER_COLOR)
+    record, color, axis = run
     for is_kept in (False, True):
         chosen = [index for index, line in enumerate(record.decisions) if is_new_plan(line) != is_kept]
         if chosen:
@@ -217,10 +229,9 @@ def _draw_decisions(
             )
 
 
-def _mark_plans(panels: Sequence[Axes], record: RunRecord) -> None:
+def _mark_plans(panels: Sequence[Axes], run: _Drawn) -> None:
     """Draw a line through all panels where a new plan came into force; without steps, where it was decided."""
-    color = _COLORS.get(record.name, _OTHER_COLOR)
-    axis = _StepAxis(record)
+    record, color, axis = run
     marks = [(axis.at(line), line["new"]["plan"]) for line in record.decisions if is_new_plan(line)]
     if record.steps:
         pairs = zip(record.steps, record.steps[1:], strict=False)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from cgx_ray.errors import listed
 from cgx_ray.plan import plan_under
-from cgx_ray.report.live_view import LEAST_BETWEEN, is_new_plan, outcomes_of, plans_of
+from cgx_ray.report.live_view import LEAST_BETWEEN, is_new_plan, link_kind, outcomes_of, plans_of
 from cgx_ray.report.record import SMOOTHED_STEPS, RunRecord, smooth_losses
 
 # Usual prediction error, either way, from which predictions deserve attention.
@@ -299,7 +299,7 @@ def next_step(record: RunRecord, gained: SpeedUp | None) -> str:
             "see whether the link carries other traffic, by `cgx-ray probe` on a Ray cluster or by `cgx-ray why "
             "--probe -- torchrun ...`"
         )
-        if record.starts and len({*record.starts[-1]["nodes"]}) == 1:
+        if link_kind(record) == "machine":
             look = "see whether other programs use the processors of this machine"
         return (
             f"Half of the predictions were off by {median(errors):.0%} or more: {look}, and let the run train longer, "

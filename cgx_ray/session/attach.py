@@ -48,7 +48,7 @@ from cgx_ray.torch_compat import longest_timeout_s, uncompiled
 logger = logging.getLogger(__name__)
 
 # `Attachment.trace` does what `trace_steps` does.
-_SETTINGS = {field.name for field in fields(Settings)} - {"trace_steps", "overruled_by"}
+_SETTINGS = {field.name for field in fields(Settings)} - {"trace_steps"}
 # Settings that make plans. Those of a Ray Train worker come from the controller.
 _OF_PLANS = ("overrides", "exclude", "group_bytes")
 

@@ -108,17 +108,22 @@ def calibrate(
     costs  as `slowest` returns them; None for a sharded model, of which nothing is measured
     step   that the ranks begin with
     """
-    if costs is None:
-        return Registration(layers=tuple(layers), first_plan=first_plan, step=step, is_sharded=True)
-    return Registration(
+    known = Registration(
         layers=tuple(layers),
         first_plan=first_plan,
+        step=step,
+        is_sharded=costs is None,
+        is_simulated=settings.simulated_link is not None,
+    )
+    if costs is None:
+        return known
+    return replace(
+        known,
         codec_costs=costs,
         # On a CPU codecs take the cores that backward runs on.
         encodes_on="backward" if device == HOST else "device",
         bus=measure_bus(device) if may_offload(settings, device) else None,
         engine=HOST_ENGINE if device == HOST or not settings.decides else measure_engine(device),
-        step=step,
     )
 
 

@@ -6,7 +6,7 @@ import copy
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, field, fields, is_dataclass
+from dataclasses import InitVar, dataclass, fields, is_dataclass
 from typing import Any
 
 from cgx_ray.collectives.transport.lifeline import SILENT_S
@@ -59,17 +59,12 @@ def policy_variable() -> str:
     return os.environ.get(VARIABLE, "").strip()
 
 
-def _overruled(policy: Policy, before: str) -> tuple[Policy, str]:
-    """Return `policy`, or that of CGX_POLICY if it is of another kind, and which value of CGX_POLICY has chosen it.
-
-    before  the value that has chosen the policy of the settings that these are made of, maybe in another process
-    """
+def _chosen(policy: Policy) -> Policy:
+    """Return `policy`, or that of CGX_POLICY if it is of another kind."""
     name = policy_variable()
     if name and name not in _NAMED:
         raise ConfigError(f"{VARIABLE} {name!r} is not allowed; give {', '.join(_NAMED)}, or unset it")
-    if name and not isinstance(policy, type(_NAMED[name])):
-        return _NAMED[name], name
-    return policy, before if policy == _NAMED.get(before) else ""
+    return _NAMED[name] if name and not isinstance(policy, type(_NAMED[name])) else policy
 
 
 def means_static(arguments: Mapping[str, Any]) -> bool:
@@ -134,7 +129,6 @@ class Settings:
     trace_steps     first and last step of which every rank writes what its groups did when, in the format of Chrome's
                     and Perfetto's traces, to `trace-rankNNNNN.json` in the run's folder
     simulated_link  holds messages back as a slow link would; for demos and tests
-    overruled_by    set by cgx_ray itself: the value of CGX_POLICY that has replaced the policy; empty if none has
     """
 
     policy: Policy | str | None = None
@@ -167,13 +161,12 @@ class Settings:
     average_weights: bool = False
     simulated_link: SimulatedLink | None = None
     trace_steps: tuple[int, int] | None = None
-    overruled_by: str = field(default="", repr=False, compare=False)
 
     def __post_init__(self, *arguments: Any) -> None:
         given = dict(zip(POLICY_ARGUMENTS, arguments, strict=True))
         if self.policy is None:
             self.policy = "static" if means_static(given) else "adaptive"
-        self.policy, self.overruled_by = _overruled(as_policy(self.policy, given), self.overruled_by)
+        self.policy = _chosen(as_policy(self.policy, given))
         if self.transport not in TRANSPORTS:
             raise ConfigError(unknown("transport", self.transport, TRANSPORTS))
         counts = ("group_bytes", "num_streams", "weight_check_steps", "seed")
@@ -201,12 +194,6 @@ class Settings:
         """`policy`, as an object."""
         assert isinstance(self.policy, Policy)
         return self.policy
-
-    @property
-    def of_variable(self) -> str:
-        """The end of an error that the policy causes: that CGX_POLICY has put it in place of another, or ""."""
-        name = self.overruled_by
-        return f" ({VARIABLE}={name} is set, which replaces other policies; unset it)" if name else ""
 
     def codecs_by_layer(self) -> tuple[CodecSpec, ...]:
         """Return the codecs whose errors the policy needs by layer: qsgd with each number of bits to choose from.
@@ -306,7 +293,7 @@ class Settings:
             "timeout_s": float(self.timeout_s),
             "silent_s": float(self.silent_s),
         }
-        names = (field.name for field in fields(Settings) if field.compare)
+        names = (field.name for field in fields(Settings))
         return {name: repr(plain.get(name, getattr(self, name))) for name in names}
 
     def first_plan(self, layers: Sequence[Layer], world_size: int, bucket_bytes: int) -> Plan:

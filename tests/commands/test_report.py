@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -169,6 +170,17 @@ def test_the_picture_shows_both_runs(runs, tmp_path):
     for name, color in (("dense", (0xD5, 0x5E, 0x00)), ("adaptive", (0x00, 0x72, 0xB2))):
         num_pixels = int((np.abs(pixels * 255 - color).max(axis=-1) < 2).sum())
         assert num_pixels > 1000, f"{num_pixels} pixels in the colour of {name}"
+
+
+def test_each_of_many_runs_has_a_colour(runs):
+    _, adaptive = runs
+    named = [copy.copy(adaptive) for _ in range(4)]
+    for number, record in enumerate(named):
+        record.name = f"run {number}"
+    (axes,) = (axes for axes in draw_runs([*runs, *named], title="").axes if axes.get_ylabel().startswith("loss"))
+    shown, names = axes.get_legend_handles_labels()
+    assert names == ["dense", "adaptive", "run 0", "run 1", "run 2", "run 3"]
+    assert len({line.get_color() for line in shown}) == len(names)
 
 
 def panel(record: RunRecord, label: str) -> dict[str, list[tuple[float, float]]]:

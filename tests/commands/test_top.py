@@ -17,7 +17,10 @@ from support.control_runs import WORLD, FakeTraining, registration, start
 from cgx_ray.cli import main
 from cgx_ray.commands import top
 from cgx_ray.commands.cluster import NoClusterError
+from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.live_state import LiveState, new_actor_name, run_of_actor
+from cgx_ray.control.loop import ControlLoop
+from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.errors import ConfigError
 from cgx_ray.monitors.sample import HostLoad, NodeSample, node_steps
 from cgx_ray.report.live_screen import PlainScreen, draw_view, plain_line
@@ -69,6 +72,26 @@ def test_the_view_of_a_controller_shows_ranks_links_plan_and_decisions_in_80_col
     assert "qsgd 4-bit over sra, version" in text
     assert "dense -> qsgd 4-bit over sra: first measurements" in text
     assert "predicted 620 ms per step, measured 62" in text
+
+
+@pytest.mark.parametrize(
+    ("addresses", "is_simulated", "said"),
+    [
+        (WORLD, False, ""),
+        (1, False, " within this machine"),
+        (1, True, " on a simulated link"),
+    ],
+)
+def test_a_rate_that_no_network_has_says_so(tmp_path: Path, addresses: int, is_simulated: bool, said: str) -> None:
+    nodes = [f"10.0.0.{rank % addresses}" for rank in range(WORLD)]
+    run = FakeTraining(ControlLoop(Adaptive(), Journal(tmp_path / "decisions.jsonl"), nodes=nodes))
+    run.loop.register(registration(is_simulated=is_simulated))
+    run.gbps = 0.1
+    run.run(30)
+    live = run.loop.look()
+    assert live is not None
+    for view in (view_of_controller(live), view_of_record(load_run(tmp_path))):
+        assert view.links[0].startswith(f"100 Mbit/s per rank{said} (spread "), view.links
 
 
 def test_a_plan_that_ranks_do_not_have_yet_is_shown_as_the_next_one(tmp_path: Path) -> None:

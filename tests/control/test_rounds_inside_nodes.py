@@ -47,7 +47,8 @@ def test_sums_inside_nodes_are_no_compute_of_a_round(tmp_path: Path, intra: str,
 def test_a_plan_uses_no_codec_where_ranks_share_a_node(num_addresses: int, on_one_node: bool, expected: str) -> None:
     plan = make_plan(LAYERS, version=0, world_size=WORLD, codec="qsgd", intra="dense", period=4)
     nodes = [f"10.0.0.{rank % num_addresses}" for rank in range(WORLD)] if num_addresses else []
-    entry = start_entry(Static(), LAYERS, plan, {}, "backward", nodes=nodes, on_one_node=on_one_node, time_s=0.0)
+    more = {"nodes": nodes, "link": "network", "on_one_node": on_one_node}
+    entry = start_entry(Static(), LAYERS, plan, {}, "backward", **more, time_s=0.0)
     said = entry["plan"]
     assert said["plan"] == (f"{expected}, every 4 steps" if expected else plan.describe())
     assert (said["expected_loss"] == 1.0) == on_one_node

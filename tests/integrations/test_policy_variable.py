@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,18 +41,6 @@ def test_an_unknown_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CGX_POLICY", "of")
     with pytest.raises(cgx_ray.ConfigError, match="CGX_POLICY 'of' is not allowed; give off, static, adaptive, or"):
         cgx_ray.CGXConfig()
-
-
-@pytest.mark.parametrize(("name", "kept"), [("off", ()), ("static", cgx_ray.Static), ("adaptive", cgx_ray.Adaptive)])
-def test_errors_name_it_where_it_has_replaced_a_policy(monkeypatch: pytest.MonkeyPatch, name: str, kept: Any) -> None:
-    monkeypatch.setenv("CGX_POLICY", name)
-    for given in (cgx_ray.Static(), cgx_ray.Adaptive(), cgx_ray.Cgx()):
-        config = cgx_ray.CGXConfig(policy=given)
-        # As a worker of Ray Train gets them.
-        settings = replace(pickle.loads(pickle.dumps(config.settings())), silent_s=5.0)
-        is_named = f"(CGX_POLICY={name} is set" in settings.of_variable
-        assert is_named == (not isinstance(given, kept))
-        assert not any(name.startswith("_") for name in vars(settings.policy))
 
 
 def test_a_demo_without_decisions_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

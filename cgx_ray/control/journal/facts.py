@@ -26,6 +26,8 @@ CauseKind = Literal[
     "trial_expired",
     "restart",
 ]
+# What lies between the ranks: a network, nothing but the memory of one machine, or a link that is simulated.
+LinkKind = Literal["network", "machine", "simulated"]
 CAUSE_KINDS: tuple[str, ...] = get_args(CauseKind)
 
 

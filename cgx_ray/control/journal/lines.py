@@ -29,7 +29,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from cgx_ray.control.journal.facts import LoopFacts
+from cgx_ray.control.journal.facts import LinkKind, LoopFacts
 from cgx_ray.control.journal.recorded import cost_fields, group_fields, situation_fields
 from cgx_ray.control.journal.sentences import RunTotals
 from cgx_ray.control.policies.policy import Decision, DecisionKind, Policy, Situation
@@ -65,9 +65,11 @@ class Journal:
     num_errors  lines that were lost
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_told: bool = False) -> None:
+        """`is_told`: the user knows already that lines will be lost."""
         self.path = path
         self.num_errors = 0
+        self._is_told = is_told
         self.recent: deque[dict[str, Any]] = deque(maxlen=KEPT_LINES)
         self.totals = RunTotals()
 
@@ -95,7 +97,8 @@ class Journal:
             self._lose(str(error))
 
     def _lose(self, why: str) -> None:
-        if self.num_errors == 0:
+        if not self._is_told:
+            self._is_told = True
             logger.warning(
                 "lines of the journal %s are lost: %s; training goes on, but `cgx-ray report` will lack them: free its "
                 "disk, or give the next run another folder",
@@ -111,8 +114,8 @@ class QueuedJournal(Journal):
     Lines wait in memory. Once MAX_WAITING_LINES do, further ones are lost.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def __init__(self, path: Path, *, is_told: bool = False) -> None:
+        super().__init__(path, is_told=is_told)
         self._waiting: queue.Queue[bytes | threading.Event] = queue.Queue(MAX_WAITING_LINES)
         self._thread = threading.Thread(target=self._work, name="cgx-ray-journal", daemon=True)
         self._thread.start()
@@ -165,12 +168,14 @@ def start_entry(
     encodes_on: EncodesOn,
     *,
     nodes: Sequence[str],
+    link: LinkKind,
     on_one_node: bool,
     time_s: float,
 ) -> dict[str, Any]:
     """Return the journal's first line of a worker group, which begins with `plan`.
 
     nodes        address of each rank's node; empty if unknown
+    link         what lies between the ranks
     on_one_node  all ranks share memory
     """
     num_addresses = len({*nodes})
@@ -183,6 +188,7 @@ def start_entry(
         "policy": json.loads(json.dumps(policy.recorded(), default=repr)),
         "world_size": plan.world_size,
         "nodes": list(nodes),
+        "link": link,
         "layers": [asdict(layer) for layer in layers],
         "told_codec_s": cost_fields(calibrated_costs),
         "encodes_on": encodes_on,

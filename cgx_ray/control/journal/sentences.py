@@ -117,7 +117,7 @@ class RunTotals:
     compute_s: float = 0.0
     all_s: float = 0.0
     is_static: bool = False
-    is_on_one_host: bool = False
+    link: str = "network"
     # Version, plan and step of a decision whose plan no step is known to have had.
     _decided: tuple[int, str, int] | None = None
     _plans: dict[int, _InForce] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class RunTotals:
         """Add a line of the journal, in its order. Lines of other events change nothing."""
         if entry["event"] == "start":
             self.is_static = entry["policy"]["kind"] == "static"
-            self.is_on_one_host = len({*entry.get("nodes", ())}) == 1
+            self.link = entry.get("link", "network")
             if entry["plan"].get("version", 0) <= max(self._plans, default=-1):
                 # A run without the history of the one before: its plans have the same numbers.
                 self._plans = {}
@@ -256,7 +256,7 @@ class RunTotals:
         elif self.is_static:
             rest = f"{1 - compute:.0%} of a step is not compute"
             helps = "so policy adaptive may help"
-            if self.is_on_one_host:
-                helps = "but within a machine compression saves little of it, unless the links are simulated"
+            if self.link == "machine":
+                helps = "but within a machine compression saves little of it"
             why = f"as policy static keeps it; {rest}, {helps}"
         return f"{DENSE} {100 * self.in_dense_s / self.steps_s:.0f} % of the time: {why}"
