@@ -381,20 +381,22 @@ class WorkerGroupState(GroupReports):
     @property
     def max_period(self) -> int:
         """Longest period that may be chosen."""
-        is_settled = self.last_step >= STEPS_TOGETHER and not self.gains.is_learning
+        is_settled = self.last_step >= STEPS_TOGETHER and not self.gains.is_learning and self.loss.can_judge
         return self._max_period if is_settled and all(step.may_train_alone for step in self._recent) else 1
 
     def costly_options(self, measured: Measured, options: Sequence[Option]) -> set[Option]:
         """Return the option in use that keeps the least if the loss has got worse, and those of `options` below it.
 
-        None in rounds, whose period must be shorter from now on. Forgets the trend: the next plan begins another.
+        None in rounds, whose period must be shorter from now on. Otherwise forgets the trend: the next plan begins
+        another.
         """
         if self.loss.worse is None:
             return set()
-        self.loss.restart()
         if self.plan.period > 1:
             self._max_period = self.plan.period // 2
+            self.loss.forgive()
             return set()
+        self.loss.restart()
         return costliest(compressing_options(self.plan), options, measured)
 
     def fallen_options(self, measured: Measured) -> set[Option]:

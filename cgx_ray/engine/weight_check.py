@@ -15,8 +15,8 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ from torch import Tensor
 from cgx_ray.codecs.codec import HOST
 from cgx_ray.runtime_ext import ops
 from cgx_ray.runtime_ext.streams import DONE, Mark, streams_of
+
+T = TypeVar("T")
 
 # Without a check in a step. No hash is 0.
 NO_HASH = 0
@@ -156,7 +158,7 @@ class WeightCheck:
 
         Sums are made in float64, so that weights of fewer bits that are the same on all ranks stay as they are.
         """
-        for weights in _batches(list(self._weights.values())):
+        for weights in in_batches(self._weights.values(), Tensor.numel):
             sum_N = torch.cat([weight.detach().reshape(-1).to(torch.float64) for weight in weights])
             dist.all_reduce(sum_N, group=group)
             sum_N /= group.size()
@@ -242,13 +244,15 @@ def _ordered(values: Tensor) -> Tensor:
     return torch.where(bits < 0, bits ^ torch.iinfo(torch.int64).max, bits)
 
 
-def _batches(weights: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield `weights`, several together if they are small."""
-    batch: list[Tensor] = []
-    for weight in weights:
-        if batch and sum(one.numel() for one in batch) + weight.numel() > AVERAGED_NUMEL:
+def in_batches(tensors: Iterable[T], numel: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield `tensors`, several together if they are small. `numel` returns the elements of one."""
+    batch: list[T] = []
+    num_elements = 0
+    for one in tensors:
+        if batch and num_elements + numel(one) > AVERAGED_NUMEL:
             yield batch
-            batch = []
-        batch.append(weight)
+            batch, num_elements = [], 0
+        batch.append(one)
+        num_elements += numel(one)
     if batch:
         yield batch

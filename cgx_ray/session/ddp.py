@@ -159,6 +159,11 @@ def _check_model(model: nn.Module) -> list[Layer]:
             f"attach got a {type(model).__name__}; wrap it first, with ray.train.torch.prepare_model, "
             f"torch.nn.parallel.DistributedDataParallel or torch.distributed.fsdp.fully_shard{hint}"
         )
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in model.parameters()):
+        raise ConfigError(
+            "this model's optimizers step in backward, for which DDP needs the hook that cgx_ray needs too; "
+            "step an optimizer after backward instead"
+        )
     if dist.get_world_size(model.process_group) != dist.get_world_size():
         raise ConfigError(
             f"the model is averaged over {dist.get_world_size(model.process_group)} of {dist.get_world_size()} ranks; "

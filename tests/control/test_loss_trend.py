@@ -41,6 +41,31 @@ def test_a_loss_that_falls_as_a_power_of_the_steps_is_never_worse_after_a_change
             assert judged(noisy(lambda step: 4 * step**-power, scatter, seed), change) is None, (seed, scatter)
 
 
+@pytest.mark.parametrize("period", [2, 8, 32])
+def test_a_loss_that_falls_as_a_power_of_the_steps_is_not_worse_in_rounds(period: int) -> None:
+    for power in (0.1, 0.5, 1.0, 1.5):
+        for change in (80, 200, 1000):
+            for scatter in (0.001, 0.1):
+                curve, trend = noisy(lambda step, power=power: 4 * step**-power, scatter, 0), LossTrend()
+                for step in range(1, change + 1):
+                    trend.add_loss(curve(step))
+                assert trend.can_judge
+                trend.start_plan()
+                for step in range(change + period, change + 2 * period * MAX_LOSSES, period):
+                    trend.add_loss(curve(step), period)
+                assert trend.worse is None, (power, change, scatter)
+
+
+def test_too_few_losses_judge_no_other_options() -> None:
+    trend = LossTrend()
+    assert trend.can_judge, "nothing is reported, so nothing will be judged"
+    for step in range(79):
+        trend.add_loss(1.0)
+        assert not trend.can_judge, step
+    trend.add_loss(1.0)
+    assert trend.can_judge
+
+
 @pytest.mark.parametrize("rise", [0.15, 1.0])
 def test_a_loss_that_rises_after_a_change_is_worse(rise: float) -> None:
     for seed in range(5):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +32,19 @@ def test_rounds_begin_when_ranks_may_train_alone(tmp_path: Path) -> None:
         )
         periods[fidelity] = loop.plans[-1].period
     assert periods["strict"] == 1 < periods["balanced"]
+
+
+def test_a_loss_that_gets_worse_in_rounds_halves_the_period_until_it_no_longer_does(tmp_path: Path) -> None:
+    loop = ControlLoop(Adaptive(fidelity="balanced"), Journal(tmp_path / "decisions.jsonl"))
+    loop.register(registration())
+    run = FakeTraining(loop, gbps=0.05, step=1)
+    scatter = random.Random(0)
+    run.loss = lambda step: (3.0 if loop.plans[-1].period > 4 else 2.0) + scatter.gauss(0, 0.02)
+    run.run(STEPS_TOGETHER + 20)
+    assert loop.plans[-1].period == 1, "the losses so far are too few to judge rounds by"
+    run.run(3000)
+    assert list(dict.fromkeys(plan.period for plan in loop.plans)) == [1, 32, 16, 8, 4]
+    assert "loss is" in (tmp_path / "decisions.jsonl").read_text()
 
 
 @pytest.mark.parametrize(

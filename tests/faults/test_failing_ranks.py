@@ -26,6 +26,7 @@ from cgx_ray.collectives.transport.gloo_sockets import GlooSockets
 from cgx_ray.engine.engine import Engine
 from cgx_ray.engine.group import Group
 from cgx_ray.engine.step import PendingBucket, StepRun
+from cgx_ray.plan import STEPS_TOGETHER
 
 NUM_RANKS = 3
 FAILING = 1
@@ -50,7 +51,7 @@ def _fail_in(step: int) -> None:
 
 def _train_until_error(model: DistributedDataParallel, rank: int) -> str:
     with pytest.raises((cgx_ray.CGXError, RuntimeError)) as caught:
-        train(model, rank, range(1000))
+        train(model, rank, range(100_000))
     return str(caught.value)
 
 
@@ -77,12 +78,12 @@ def test_an_error_of_one_rank_ends_the_exchange_on_all_and_is_named(way: str, co
     )
 
 
-def _stopped_for_ever(rank: int, way: str) -> str:
+def _stopped_for_ever(rank: int, way: str, period: int, num_steps: int) -> str:
     model = DistributedDataParallel(Branches())
-    attachment = cgx_ray.attach(model, codec="none", scheme="dense", silent_s=5, **WAYS[way])
+    attachment = cgx_ray.attach(model, codec="none", scheme="dense", period=period, silent_s=5, **WAYS[way])
     pids: list[int] = [0] * NUM_RANKS
     dist.all_gather_object(pids, os.getpid())
-    train(model, rank, range(2))
+    train(model, rank, range(num_steps))
     # Else the rank may be stopped in these steps.
     dist.barrier()
     if rank == 0:
@@ -95,10 +96,12 @@ def _stopped_for_ever(rank: int, way: str) -> str:
     return said
 
 
-@pytest.mark.fault("SIGSTOP for ever", "named by all after `silent_s`")
-@pytest.mark.parametrize("way", WAYS)
-def test_a_rank_that_is_stopped_for_ever_is_named_by_all(way: str) -> None:
-    for said in run_ranks(NUM_RANKS, _stopped_for_ever, way):
+@pytest.mark.fault("SIGSTOP for ever, also within a round of many steps", "named by all after `silent_s`")
+@pytest.mark.parametrize(
+    ("way", "period", "num_steps"), [*((way, 1, 2) for way in WAYS), ("tcp", 1024, STEPS_TOGETHER + 2)]
+)
+def test_a_rank_that_is_stopped_for_ever_is_named_by_all(way: str, period: int, num_steps: int) -> None:
+    for said in run_ranks(NUM_RANKS, _stopped_for_ever, way, period, num_steps):
         assert f"rank {FAILING} has been silent for 5 s" in said
 
 

@@ -112,6 +112,10 @@ class FakeTraining:
         decisions = []
         for _ in range(num_steps):
             self._newest.append(self.loop.plans[-1])
+            if (self.step + 1) % self.loop.plans[-1].period:
+                # A round has one sample, at its end.
+                self.step += 1
+                continue
             self.noise = self.jitter * (2 * random.Random(self.step).random() - 1)
             samples = tuple(self.sample(rank) for rank in range(WORLD) if rank not in self.silent)
             self.step += 1
@@ -143,7 +147,7 @@ class FakeTraining:
         link = Link.from_rates(bandwidth_gbps=self.gbps, latency_ms=self.latency_s * 1e3)
         groups = groups_of(plan, LAYERS)
         transfers = simulated_transfers(groups, lambda group: flat_exchange_s(group, WORLD, link))
-        exchange = sum(transfer.seconds for transfer in transfers)
+        exchange = sum(transfer.seconds for transfer in transfers) / plan.period
         compute_s = self.compute_s * (1.0 if is_dense(plan) else self.compute_slowdown)
         late_s = self.late_rank_s if rank else 0.0
         pauses_s = [self.pause_s(self.step, one) for one in range(WORLD)]
@@ -153,6 +157,7 @@ class FakeTraining:
         return StepSample(
             rank=rank,
             step=self.step,
+            num_steps=plan.period,
             plan_version=plan.version,
             step_s=(compute_s + exchange) * self._factor(plan) + waits_s,
             between_s=pauses_s[rank],

@@ -5,6 +5,7 @@ Without reports nothing is judged. A loss is worse since the change if one of th
 1. Its mean is above the mean before, where it did not surely rise before.
 2. Its mean is above the line through the losses before, continued from the change on with half the slope. A loss that
    falls as a power of the steps, up to -1.5, keeps half, as no more is looked back than a quarter of the training.
+   Losses of rounds reach further than that, and are only judged by the mean.
 
 A rise before the change may go on as fast. The line rules out a plan that learns slower, the mean needs fewer losses.
 Losses since the change are judged while they are no more than those before.
@@ -90,6 +91,7 @@ class LossTrend:
 
     def __init__(self) -> None:
         self._num_losses = self._num_since = self._num_steps = 0
+        self._keeps_before = False
         # Number of the step, and loss.
         self._before: list[tuple[int, float]] = []
         self._since: list[tuple[int, float]] = []
@@ -108,16 +110,31 @@ class LossTrend:
         if self.worse is None and MIN_LOSSES <= self._num_since <= len(self._before):
             self.worse = _worse(self._before, self._since)
 
+    @property
+    def can_judge(self) -> bool:
+        """False if losses are reported, and those so far are too few to judge other options by, if these began now."""
+        return not self._num_losses or self._num_before >= MIN_LOSSES
+
+    @property
+    def _num_before(self) -> int:
+        return min(MAX_LOSSES, int(LOOK_BACK * self._num_losses))
+
     def start_plan(self) -> None:
         """Begin with other options."""
-        num = min(MAX_LOSSES, int(LOOK_BACK * self._num_losses))
-        before = [*self._before, *self._since][-num:] if num >= MIN_LOSSES else []
-        self._before = before if len(before) >= MIN_LOSSES else []
-        self._since, self._num_since, self.worse = [], 0, None
+        if not self._keeps_before:
+            num = self._num_before
+            before = [*self._before, *self._since][-num:] if num >= MIN_LOSSES else []
+            self._before = before if len(before) >= MIN_LOSSES else []
+        self._since, self._num_since, self.worse, self._keeps_before = [], 0, None, False
+
+    def forgive(self) -> None:
+        """Judge the next options by the same losses before: they are less of what made the loss worse."""
+        self._since, self._num_since, self.worse, self._keeps_before = [], 0, None, True
 
     def restart(self) -> None:
         """Forget all losses so far: they have another trend than those to come."""
         self._before, self._since, self._num_since, self.worse = [], [], 0, None
+        self._keeps_before = False
 
 
 class _Line(NamedTuple):
@@ -158,8 +175,10 @@ def _worse(before: Sequence[tuple[int, float]], since: Sequence[tuple[int, float
     until, after = change - old.middle, fmean(step for step, _ in since) - change
     reach = until + after * (KEPT_SLOPE if old.slope < 0 else 1.0)
     line = old.mean + old.slope * reach
+    # A few losses of long rounds reach much further than the line was seen.
+    is_near = since[-1][0] - since[0][0] <= 2 * (before[-1][0] - before[0][0])
     is_higher = old.slope <= Z_95 * slope_error and mean > old.mean + SURE * mean_error
-    is_slower = mean > line + SURE * math.hypot(mean_error, slope_error * reach)
+    is_slower = is_near and mean > line + SURE * math.hypot(mean_error, slope_error * reach)
     if not is_higher and not is_slower:
         return None
     return f"loss is {mean:.4g} since the change of options, expected at most {old.mean if is_higher else line:.4g}"

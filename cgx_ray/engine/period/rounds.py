@@ -1,8 +1,9 @@
 """Rounds: the ranks of a DDP model train alone for some steps, then average what these have changed.
 
 Local SGD (McMahan et al. 2017; Stich 2019), with what keeps an optimizer on the way that it would go with mean
-gradients: `rho`. docs/period.md explains it. Moments of optimizers stay each rank's own: to average the first ones too
-doubles the bytes, and half the period costs the same loss with as many (docs/log/2026-11-26.md, entry 92).
+gradients: `rho`. docs/period.md explains it. Moments of optimizers stay each rank's own until gradients are exchanged
+again: to average the first ones too doubles the bytes, and half the period costs the same loss with as many
+(docs/log/2026-11-26.md, entry 92).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from cgx_ray.codecs.codec import is_finite
 from cgx_ray.engine.engine import CLOSED, Engine
 from cgx_ray.engine.forward_hook import ForwardHook
 from cgx_ray.engine.layers import averaged_parameters
+from cgx_ray.engine.period.common_states import CommonStates
 from cgx_ray.engine.period.local_gradients import LocalBucket, LocalGradients
 from cgx_ray.engine.period.local_optimizers import LocalOptimizers
 from cgx_ray.engine.period.rho import Rho
@@ -34,7 +36,10 @@ from cgx_ray.torch_compat import allows_uneven_inputs
 logger = logging.getLogger(__name__)
 
 # State of one whose gradients are exchanged, and have not told rho yet.
-NO_ROUND: Mapping[str, Any] = {"rho": None, "num_replicas": 1, "moments_rho": 1.0, "anchor": {}, "folds": []}
+NO_ROUND: Mapping[str, Any] = {
+    **{"rho": None, "num_replicas": 1, "moments_rho": 1.0, "has_own_states": False},
+    **{"anchor": {}, "folds": []},
+}
 
 
 class Rounds:
@@ -61,8 +66,16 @@ class Rounds:
         self._anchor: dict[str, Tensor] = {}
         # Folds of the steps that have no round yet.
         self._folds: list[Tensor] = []
+        # True in a round that a checkpoint has brought.
+        self._begun_before = False
+        # The last one of the last round, and the same if an optimizer has stepped since then, without new gradients.
+        self._last_folds: list[Tensor] = []
+        self._late_folds: list[Tensor] = []
         # Of a checkpoint, see `LocalOptimizers`.
         self._moments_rho = 1.0
+        # True once optimizers have stepped alone, until their states are made the same by `_common_states`.
+        self._has_own_states = False
+        self._common_states: CommonStates | None = None
         self._broadcasts_buffers = False
         self._forward_hook: torch.utils.hooks.RemovableHandle | None = None
         self._is_closed = False
@@ -79,6 +92,7 @@ class Rounds:
             if self._moments_rho != 1:
                 # Those of a checkpoint. They become the user's own with the next step of each optimizer.
                 self._optimizers = self._follow_optimizers()
+            self._share_states()
             return
         model = self._model()
         if model is not None and allows_uneven_inputs(model):
@@ -88,9 +102,12 @@ class Rounds:
             )
         if self._gradients is not None and not self._folds and self._gradients.is_inside != self._is_inside:
             self._leave()
+            self._enter()
+            # Ranks of a node, whose gradients are averaged, step alike.
+            self._share_states()
         if self._gradients is None:
             self._enter()
-        self.is_alone = True
+        self.is_alone = self._has_own_states = True
 
     def take(self, bucket: LocalBucket) -> None:
         """Take a bucket of a step in which ranks train alone. It goes back at `end_step`."""
@@ -102,11 +119,14 @@ class Rounds:
         assert self._gradients is not None
         assert self._optimizers is not None
         self._folds.append(self._gradients.finish(self._rho.value))
+        # The round under way has them.
+        self._late_folds = []
         self._optimizers.note_gradients()
         self._engine.count_step()
 
     def end_round(self) -> None:
         """End the round under way, if there is one: average what has changed. Call it on all ranks, between steps."""
+        self._take_late_steps()
         if self._folds and self._anchor:
             self._average()
 
@@ -120,6 +140,8 @@ class Rounds:
             )
         self._is_closed = True
         self._leave()
+        if self._common_states is not None:
+            self._common_states.close()
         self._engine.sums.close()
 
     @property
@@ -148,6 +170,15 @@ class Rounds:
             untraced = torch.compiler.disable(self._before_forward)
             self._forward_hook = model.register_forward_pre_hook(ForwardHook(untraced))
 
+    def _share_states(self) -> None:
+        """Have optimizers that have stepped alone share their states, each before its next step."""
+        model = self._model()
+        if self._has_own_states and model is not None:
+            if self._common_states is not None:
+                self._common_states.close()
+            self._common_states = CommonStates(self._parameters, model.process_group)
+            self._has_own_states = False
+
     def _follow_optimizers(self) -> LocalOptimizers:
         moments_rho, self._moments_rho = self._moments_rho, 1.0
         return LocalOptimizers(self._parameters, self._on_optimizer, moments_rho=moments_rho)
@@ -166,18 +197,29 @@ class Rounds:
         if self._anchor and (model := self._model()) is not None:
             model.broadcast_buffers = self._broadcasts_buffers
         self._gradients, self._anchor, self._folds = None, {}, []
+        self._last_folds, self._late_folds = [], []
 
     def _on_optimizer(self) -> None:
         assert self._optimizers is not None
         if self._is_due and self._optimizers.have_all_stepped:
             self._average()
+        elif not self._folds:
+            self._late_folds = self._last_folds
 
     def _before_forward(self, model: nn.Module, given: object) -> None:
-        # Where optimizers take turns, or skip a step.
-        if self._is_due and torch.is_grad_enabled():
-            self._average()
-        if self._engine.plan.period == 1 and not self._folds:
+        if torch.is_grad_enabled():
+            if self._engine.plan.period == 1:
+                self._take_late_steps()
+            # Where optimizers take turns, or skip a step.
+            if self._is_due:
+                self._average()
+        if self._engine.plan.period == 1 and not self._folds and not self._late_folds:
             self._leave()
+
+    def _take_late_steps(self) -> None:
+        """Begin another round if an optimizer has stepped after the last one had ended."""
+        if not self._folds:
+            self._folds, self._late_folds = self._late_folds, []
 
     def _average(self) -> None:
         """Exchange what has changed since the last round, and apply the mean change.
@@ -187,6 +229,7 @@ class Rounds:
         engine, steps = self._engine, range(self._engine.step - len(self._folds), self._engine.step)
         with torch.inference_mode(mode=False), torch.no_grad():
             changes = self._changes()
+            self._check_optimizers(changes)
             is_sound = all(map(is_finite, changes.values()))
             if not is_sound:
                 # What is lost here would spread.
@@ -218,11 +261,22 @@ class Rounds:
             self._apply(changes)
             for own, mean in zip(self._statistics(), statistics, strict=True):
                 own.copy_(mean.view_as(own))
-        self._folds = []
+        self._last_folds, self._folds, self._begun_before = self._folds[-1:], [], False
         self._rho.add(means)
         if self._optimizers is not None:
             # Optimizers step with the mean gradient again from now on, if the plan has no period any more.
             self._optimizers.rho = self._rho.value if engine.plan.period > 1 else 1.0
+
+    def _check_optimizers(self, changes: Mapping[str, Tensor]) -> None:
+        """Raise ConfigError if something other than an optimizer of torch has changed the parameters of this round."""
+        assert self._optimizers is not None
+        has_moved = any(bool(change.any()) for change in changes.values())
+        if has_moved and not self._optimizers.have_any_stepped and not self._begun_before:
+            with self._engine.failing_together():
+                raise ConfigError(
+                    f"the plan has period {len(self._folds)}, and the parameters changed without a step of a "
+                    "torch.optim.Optimizer, whose learning rate rounds adapt; give period 1, or step with one"
+                )
 
     def _changes(self) -> dict[str, Tensor]:
         """Return what has changed, by layer, side by side in the order of the plan, in float32 at least."""
@@ -254,7 +308,8 @@ class Rounds:
         """Return the round under way and rho, for a checkpoint. At a round's end there are no tensors in it."""
         moments_rho = self._optimizers.moments_rho if self._optimizers is not None else self._moments_rho
         rho = {"rho": self._rho.state(), "num_replicas": self._rho.num_replicas}
-        state: dict[str, Any] = {**NO_ROUND, **rho, "moments_rho": moments_rho}
+        own = {"moments_rho": moments_rho, "has_own_states": self._has_own_states}
+        state: dict[str, Any] = {**NO_ROUND, **rho, **own}
         has_more_bits = any(anchor.dtype != self._parameters[name].dtype for name, anchor in self._anchor.items())
         if self._folds or has_more_bits:
             state["anchor"] = {name: anchor.to("cpu", copy=True) for name, anchor in self._anchor.items()}
@@ -277,6 +332,7 @@ class Rounds:
         self._leave(keeps_moments=True)
         self._rho.load(state["rho"], state.get("num_replicas", self._world_size))
         self._moments_rho = state["moments_rho"]
+        self._has_own_states = state.get("has_own_states", self._moments_rho != 1)
         if anchor:
             self._enter()
             assert self._gradients is not None
@@ -286,6 +342,7 @@ class Rounds:
                 self._anchor[name].copy_(value.view_as(self._anchor[name]))
             device = self._engine.device
             self._folds = [fold.to(device) for fold in state["folds"]]
+            self._begun_before = True
 
 
 def _wide(parameter: Tensor) -> torch.dtype:

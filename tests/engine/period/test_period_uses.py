@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -25,10 +25,18 @@ PERIOD = 4
 class _Training:
     """A model of `Branches`, attached with a period, and its data."""
 
-    def __init__(self, rank: int, *, period: int = PERIOD, scaler: Any = None, **ddp: Any) -> None:
+    def __init__(
+        self,
+        rank: int,
+        *,
+        period: int = PERIOD,
+        scaler: Any = None,
+        make: Callable[[], Branches] = Branches,
+        **ddp: Any,
+    ) -> None:
         torch.manual_seed(0)
         self.rank = rank
-        self.model = DistributedDataParallel(Branches(), **ddp)
+        self.model = DistributedDataParallel(make(), **ddp)
         self.attachment = cgx_ray.attach(self.model, codec="none", scheme="sra", period=period, scaler=scaler)
 
     def backward(self, step: int) -> Tensor:
@@ -108,6 +116,36 @@ def _accumulated(rank: int) -> list[int]:
     return _steps(training, step)
 
 
+def _tied_and_frozen() -> Branches:
+    model = Branches()
+    model.right.weight = model.left.weight
+    model.norm.requires_grad_(False)
+    return model
+
+
+def _everyday(rank: int) -> list[int]:
+    """Train a model of `_tied_and_frozen` with a schedule and an average of the weights; groups are added late."""
+    training = _Training(rank, make=_tied_and_frozen)
+    *most, last = [one for one in training.model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(most, lr=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
+    averaged = torch.optim.swa_utils.AveragedModel(training.model.module)
+
+    def step(number: int) -> None:
+        if number == STEPS_TOGETHER + 1:
+            optimizer.add_param_group({"params": [last], "lr": 0.1, "initial_lr": 0.1})
+            schedule.base_lrs.append(0.1)
+            schedule.lr_lambdas.append(schedule.lr_lambdas[0])
+        optimizer.zero_grad()
+        training.backward(number)
+        optimizer.step()
+        schedule.step()
+        averaged.update_parameters(training.model.module)
+        assert [group["lr"] for group in optimizer.param_groups] == schedule.get_last_lr()
+
+    return _steps(training, step)
+
+
 ALONE = [STEPS_TOGETHER + number for number in range(2 * PERIOD) if number % PERIOD != PERIOD - 1]
 USES: dict[str, Callable[[int], list[int]]] = {
     "fused": partial(_plain, make=partial(torch.optim.AdamW, lr=0.01, fused=True)),
@@ -120,6 +158,7 @@ USES: dict[str, Callable[[int], list[int]]] = {
     "unused": partial(_plain, make=partial(torch.optim.SGD, lr=0.01), find_unused_parameters=True),
     "static graph": partial(_plain, make=partial(torch.optim.SGD, lr=0.01), static_graph=True),
     "accumulated": _accumulated,
+    "everyday": _everyday,
 }
 
 
@@ -266,15 +305,42 @@ def test_with_a_grad_scaler_all_ranks_skip_a_step_that_one_must_skip() -> None:
     torch.testing.assert_close(torch.tensor(first), torch.tensor(expected), rtol=1e-4, atol=1e-6)
 
 
+class _NoOptimizer:
+    """Changes parameters, and is no optimizer of torch."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], lr: float) -> None:
+        self._parameters, self._lr = list(parameters), lr
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self._parameters:
+            assert parameter.grad is not None
+            parameter.sub_(parameter.grad, alpha=self._lr)
+
+
 def _refused(rank: int, what: str) -> str:
     if what in ("0", "2000", "2.5", "True"):
         with pytest.raises(ConfigError) as refused:
             _Training(rank, period=eval(what))
         return str(refused.value)
+    if what == "in backward":
+        # Importing it warns of torch's own.
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+        model = Branches()
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.01})
+        with pytest.raises(ConfigError) as refused:
+            cgx_ray.attach(DistributedDataParallel(model), codec="none")
+        return str(refused.value)
     training = _Training(rank)
-    optimizer = torch.optim.SGD(training.model.parameters(), lr=0.01)
+    make = _NoOptimizer if what == "no optimizer" else torch.optim.SGD
+    optimizer = make(training.model.parameters(), lr=0.01)
     message = ""
-    for number in range(STEPS_TOGETHER + 1):
+    for number in range(STEPS_TOGETHER + PERIOD + 1):
         optimizer.zero_grad()
         try:
             if what == "join" and number == STEPS_TOGETHER:
@@ -298,6 +364,8 @@ def _refused(rank: int, what: str) -> str:
         ("2.5", "period 2.5 is not allowed"),
         ("True", "period True is not allowed"),
         ("join", "give period 1, or all ranks as many batches"),
+        ("no optimizer", "the parameters changed without a step of a torch.optim.Optimizer"),
+        ("in backward", "step an optimizer after backward instead"),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_remedy(what: str, hint: str) -> None:
@@ -351,7 +419,7 @@ def test_a_run_goes_back_to_a_checkpoint_of_its_own_within_a_round() -> None:
 
 
 def _without_rounds(rank: int) -> tuple[float, float]:
-    """Go on without rounds; return how far the first momenta are from those expected, and from those without rho."""
+    """Go on without rounds; return how far the first momenta are from the ranks' mean, and from that without rho."""
     scaled = _Scaled(rank)
     scaled.train(range(STEPS_TOGETHER + PERIOD + 1))
     saved = scaled.saved()
@@ -362,12 +430,16 @@ def _without_rounds(rank: int) -> tuple[float, float]:
     scaled.train(range(100, 101))
     off, unscaled = 0.0, 0.0
     for number, parameter in enumerate(scaled.training.model.parameters()):
-        before = saved[1]["state"][number]["momentum_buffer"]
+        before = saved[1]["state"][number]["momentum_buffer"].clone()
+        dist.all_reduce(before)
+        before /= dist.get_world_size()
         found = scaled.optimizer.state[parameter]["momentum_buffer"]
         assert parameter.grad is not None
         off = max(off, float((found - 0.9 * before / rho - parameter.grad).abs().max()))
         unscaled = max(unscaled, float((found - 0.9 * before - parameter.grad).abs().max()))
+    assert _alike(scaled.training)
     scaled.train(range(101, 103))
+    assert _alike(scaled.training)
     assert scaled.saved()[3]["round"]["moments_rho"] == 1
     scaled.training.attachment.close()
     return off, unscaled

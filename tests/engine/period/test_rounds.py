@@ -132,6 +132,29 @@ def test_a_round_gives_the_mean_of_what_ranks_make_alone(num_ranks: int) -> None
         torch.testing.assert_close(found_N, expected_N, rtol=0, atol=2e-5)
 
 
+def _norms(rank: int) -> tuple[list[list[float]], bool]:
+    """Return the running means after each step of a round, and whether DDP is as it was after a return to period 1."""
+    model = DistributedDataParallel(_model())
+    attachment = cgx_ray.attach(model, codec="none", scheme="sra", period=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    means = []
+    for step in range(STEPS_TOGETHER + 8):
+        if step == STEPS_TOGETHER + 4:
+            plan = cgx_ray.make_plan(cgx_ray.layers_of(model), version=1, world_size=2, codec="none")
+            attachment.hold(plan)
+        _step(model, optimizer, rank, step, torch.float32)
+        means.append(model.module[2].running_mean.tolist())
+    model(_batch(rank, 0)[0])
+    attachment.close()
+    return means[STEPS_TOGETHER : STEPS_TOGETHER + 4], model.broadcast_buffers
+
+
+def test_running_statistics_are_averaged_at_the_end_of_a_round() -> None:
+    (first, is_as_before), (second, _) = run_ranks(2, _norms)
+    assert [one == other for one, other in zip(first, second, strict=True)] == [False, False, False, True]
+    assert is_as_before
+
+
 def _resumed(rank: int, states: list[tuple[Any, Any, Any]] | None, steps: range, period: int) -> tuple[Any, ...]:
     """Train from a checkpoint of this rank, or from the start. Return the next checkpoint and the parameters."""
     model = DistributedDataParallel(_model())
