@@ -59,6 +59,10 @@ class LabError(CGXError, RuntimeError):
     """An emulated network could not be made or changed."""
 
 
+class LabConfigError(LabError, ConfigError):
+    """A link, a schedule or a lab cannot be as it was given."""
+
+
 def limit_met(error: BaseException) -> str | None:
     """Return which limit of this process `error` comes from, and how to raise it; None if it comes from none.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, TypedDict, cast
 
-from cgx_ray.errors import ConfigError, LabError
+from cgx_ray.errors import ConfigError, LabConfigError
 from cgx_ray.units import compact_rate, parse_bytes, parse_count, parse_rate, parse_seconds, parse_share
 
 Direction = Literal["up", "down"]
@@ -41,19 +41,23 @@ class LinkState:
 
     def __post_init__(self) -> None:
         if not 1e5 <= self.rate_bit_per_s <= 1e11:
-            raise LabError(
+            raise LabConfigError(
                 f"rate {self.rate_bit_per_s:g} bit/s is not allowed; give at least 1e5 (100 kbit/s), at most 1e11"
             )
         if not 0 <= self.latency_s <= 10:
-            raise LabError(f"latency {self.latency_s:g} s is not allowed; give 0 to 10 s, one way")
+            raise LabConfigError(f"latency {self.latency_s:g} s is not allowed; give 0 to 10 s, one way")
         if not 0 <= self.jitter_s <= self.latency_s:
-            raise LabError(f"jitter {self.jitter_s:g} s is not allowed; give 0 up to the latency, {self.latency_s:g} s")
+            raise LabConfigError(
+                f"jitter {self.jitter_s:g} s is not allowed; give 0 up to the latency, {self.latency_s:g} s"
+            )
         if not 0 <= self.loss < 1:
-            raise LabError(f"loss {self.loss:g} is not allowed; give a fraction in [0, 1), such as 0.01 or 1%")
+            raise LabConfigError(f"loss {self.loss:g} is not allowed; give a fraction in [0, 1), such as 0.01 or 1%")
         if self.queue_bytes is not None and self.queue_bytes < MTU_BYTES:
-            raise LabError(f"a queue of {self.queue_bytes} bytes holds no packet; give {MTU_BYTES} or more, or none")
+            raise LabConfigError(
+                f"a queue of {self.queue_bytes} bytes holds no packet; give {MTU_BYTES} or more, or none"
+            )
         if not _LEAST_MTU_BYTES <= self.mtu_bytes <= MTU_BYTES:
-            raise LabError(f"mtu {self.mtu_bytes} is not allowed; give {_LEAST_MTU_BYTES} to {MTU_BYTES} bytes")
+            raise LabConfigError(f"mtu {self.mtu_bytes} is not allowed; give {_LEAST_MTU_BYTES} to {MTU_BYTES} bytes")
 
     @property
     def loss_of_link(self) -> float:
@@ -107,10 +111,10 @@ def parse_change(pairs: Iterable[tuple[str, str]]) -> LinkChange:
     change: dict[str, float | None] = {}
     for word, text in pairs:
         if word not in _PARSERS:
-            raise LabError(f"{word!r} is not a property of a link; those are {', '.join(LINK_WORDS)}")
+            raise LabConfigError(f"{word!r} is not a property of a link; those are {', '.join(LINK_WORDS)}")
         field, parse = _PARSERS[word]
         try:
             change[field] = parse(word, text)
         except ConfigError as error:
-            raise LabError(str(error)) from None
+            raise LabConfigError(str(error)) from None
     return cast(LinkChange, change)

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Unpack
 
-from cgx_ray.errors import LabError
+from cgx_ray.errors import LabConfigError, LabError
 from cgx_ray.lab.handle import OWNED, RUN, Host, LabHandle, owner_lives
 from cgx_ray.lab.link import DIRECTIONS, LinkChange, LinkState
 from cgx_ray.lab.switch import SwitchNetwork, program
@@ -80,7 +80,7 @@ class Lab(LabHandle):
 
     def __init__(self, num_hosts: int, *, seed: int = 0, **link: Unpack[LinkChange]) -> None:
         if not 1 <= num_hosts <= 64:
-            raise LabError(f"num_hosts {num_hosts} is not allowed; give 1 to 64")
+            raise LabConfigError(f"num_hosts {num_hosts} is not allowed; give 1 to 64")
         self._first_link = LinkState(**link)
         self._rates_only = link.keys() == {"rate_bit_per_s"}
         self._seed = seed

@@ -23,7 +23,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
-from cgx_ray.errors import LabError
+from cgx_ray.errors import LabConfigError, LabError
 from cgx_ray.lab.events import LinkAction
 from cgx_ray.lab.handle import LabHandle
 from cgx_ray.lab.link import DIRECTIONS, Direction, LinkChange, parse_change
@@ -63,15 +63,15 @@ class Schedule:
             text = shipped.read_text()
         else:
             known = sorted(path.name.removesuffix(".txt") for path in (files("cgx_ray.lab") / "schedules").iterdir())
-            raise LabError(f"schedule {name!r} is neither a file nor one of {', '.join(known)}")
+            raise LabConfigError(f"schedule {name!r} is neither a file nor one of {', '.join(known)}")
         return parse_schedule(Path(name).stem, text)
 
     def with_epoch(self, length: float, unit: Unit) -> Schedule:
         """Return the schedule with epochs of `length` seconds or steps."""
         if self.unit != "epoch":
-            raise LabError(f"schedule {self.name} is in {self.unit}: it has no epochs to give a length")
+            raise LabConfigError(f"schedule {self.name} is in {self.unit}: it has no epochs to give a length")
         if not length > 0 or unit == "epoch":
-            raise LabError(f"an epoch of {length:g} {unit} is not allowed; give more than 0 s or steps")
+            raise LabConfigError(f"an epoch of {length:g} {unit} is not allowed; give more than 0 s or steps")
         events = tuple(replace(event, at=event.at * length) for event in self.events)
         return replace(self, unit=unit, events=events, end=self.end * length)
 
@@ -82,7 +82,7 @@ class Schedule:
         for it.
         """
         if not factor >= 1:
-            raise LabError(f"slower by {factor:g} is not allowed; give 1 or more")
+            raise LabConfigError(f"slower by {factor:g} is not allowed; give 1 or more")
         return replace(
             self, events=tuple(replace(event, change=_slower(event.change, factor)) for event in self.events)
         )
@@ -101,15 +101,15 @@ def parse_schedule(name: str, text: str) -> Schedule:
             if words[0] == "unit" and len(words) == 2 and words[1] in UNITS and unit is None:
                 unit = words[1]
             elif unit is None:
-                raise LabError(f"the first line must name the unit: 'unit s', {' or '.join(UNITS)}")
+                raise LabConfigError(f"the first line must name the unit: 'unit s', {' or '.join(UNITS)}")
             elif words[1:] == ["end"]:
                 end = _time(words[0], events)
             else:
                 events.append(_event(_time(words[0], events), words[1:]))
         except LabError as error:
-            raise LabError(f"schedule {name}, line {number}: {error}") from None
+            raise LabConfigError(f"schedule {name}, line {number}: {error}") from None
     if unit is None or not events:
-        raise LabError(f"schedule {name} is empty; write 'unit s' and lines like '0 rate=1gbit'")
+        raise LabConfigError(f"schedule {name} is empty; write 'unit s' and lines like '0 rate=1gbit'")
     return Schedule(name=name, unit=unit, events=tuple(events), end=end if end is not None else events[-1].at)
 
 
@@ -118,7 +118,7 @@ def _text_of(path: Path) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise LabError(f"schedule {path} is no text ({error})") from error
+        raise LabConfigError(f"schedule {path} is no text ({error})") from error
 
 
 def _time(word: str, events: list[ScheduledAction]) -> float:
@@ -127,9 +127,9 @@ def _time(word: str, events: list[ScheduledAction]) -> float:
     except ValueError:
         at = math.nan
     if not math.isfinite(at):
-        raise LabError(f"{word!r:.80} is not a time; a line starts with a number")
+        raise LabConfigError(f"{word!r:.80} is not a time; a line starts with a number")
     if at < (events[-1].at if events else 0):
-        raise LabError(f"{word} comes after {events[-1].at if events else 0:g}; put the lines in order of time")
+        raise LabConfigError(f"{word} comes after {events[-1].at if events else 0:g}; put the lines in order of time")
     return at
 
 
@@ -147,11 +147,11 @@ def _event(at: float, words: list[str]) -> ScheduledAction:
         elif key == "direction" and value in DIRECTIONS:
             direction = value
         elif key in ("host", "direction"):
-            raise LabError(f"{word!r} is not allowed; write host=2, direction=up or direction=down")
+            raise LabConfigError(f"{word!r} is not allowed; write host=2, direction=up or direction=down")
         else:
             pairs.append((key, value))
     if not pairs and is_connected is None:
-        raise LabError("nothing changes; write rate=1gbit, latency=5ms, ..., cut or reconnect")
+        raise LabConfigError("nothing changes; write rate=1gbit, latency=5ms, ..., cut or reconnect")
     return ScheduledAction(at=at, host=host, direction=direction, change=parse_change(pairs), is_connected=is_connected)
 
 

@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
+from markupsafe import Markup
+
 from cgx_ray.report import page
 from cgx_ray.report.live_view import change_of, drift_note, outcomes_of, plan_in_force
 from cgx_ray.report.record import RunRecord
@@ -67,7 +69,7 @@ def report_page(title: str, records: Sequence[RunRecord], extras: Extras) -> str
     return page.page(f"{title}: cgx_ray report", body)
 
 
-def _comparison(records: Sequence[RunRecord], dense: RunRecord | None, extras: Extras) -> list[str]:
+def _comparison(records: Sequence[RunRecord], dense: RunRecord | None, extras: Extras) -> list[Markup]:
     """Return a table and pictures of all runs side by side."""
     headings = ["run", "steps", "time", "mean step", "speed-up", "new plans", "validation loss"]
     headings += ["cost (USD)"] if extras.usd_per_hour is not None else []
@@ -94,7 +96,7 @@ def _comparison(records: Sequence[RunRecord], dense: RunRecord | None, extras: E
     return [page.heading(2, "All runs"), page.table(headings, rows), page.pictures(drawn, "c")]
 
 
-def _run(record: RunRecord, dense: RunRecord | None, extras: Extras, *, prefix: str, has_title: bool) -> list[str]:
+def _run(record: RunRecord, dense: RunRecord | None, extras: Extras, *, prefix: str, has_title: bool) -> list[Markup]:
     gained = extras.speed_up(record, dense)
     body = [page.heading(2, f"Run {record.name}" if has_title else "Summary")]
     if verdict := extras.verdict(record, dense):
@@ -186,7 +188,7 @@ def _cost(record: RunRecord, extras: Extras, ranks: int | None) -> float | None:
     return extras.usd_per_hour * ranks * duration_s(record) / 3600
 
 
-def _decisions(record: RunRecord) -> str:
+def _decisions(record: RunRecord) -> Markup:
     measured = outcomes_of(record.decisions, record.outcomes)
     rows = []
     for line, found_s in zip(record.decisions, measured, strict=True):
@@ -206,7 +208,7 @@ def _decisions(record: RunRecord) -> str:
     return page.table(headings, rows, num_left=3)
 
 
-def _plan(plan: Mapping[str, Any]) -> str:
+def _plan(plan: Mapping[str, Any]) -> Markup:
     """Return the plan as a table, the options with most bytes first. Old journals count groups and layers only."""
     options = sorted(plan["options"].items(), key=lambda one: -one[1].get("dense_bytes", 0))
     total = max(1, sum(option.get("dense_bytes", 0) for _, option in options))
@@ -220,7 +222,7 @@ def _plan(plan: Mapping[str, Any]) -> str:
     return page.table(["option", "groups", "layers", "share of bytes", "dense", "encoded", "smaller"], rows)
 
 
-def _broken(records: Sequence[RunRecord]) -> list[str]:
+def _broken(records: Sequence[RunRecord]) -> list[Markup]:
     broken = [line for record in records for line in record.broken]
     notes = [
         page.paragraph(line, kind="dim")

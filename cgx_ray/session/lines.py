@@ -56,7 +56,7 @@ def end_line(engine: Engine | ShardedEngine, *, takes_folder: bool) -> str:
     said = f"{format_count(totals.num_steps, 'step')} under {plan.describe()}"
     if totals.num_steps:
         share = totals.compute_s / totals.all_s
-        said += f", {format_seconds(totals.all_s / totals.num_steps)} each, {share:.0%} of it compute"
+        said += f", {format_seconds(totals.all_s / totals.num_steps)} each, compute is {share:.0%} of it"
         # What a ring of ranks sends.
         dense_share = 2 * (plan.world_size - 1) / plan.world_size
         gathers = False

@@ -16,12 +16,11 @@ from cgx_ray.planner.joint import BestPlan
 from cgx_ray.planner.models import load_model
 from cgx_ray.planner.profile import load_profile
 from cgx_ray.planner.scenario import TYPICAL_PROFILE, Scenario, make_network, typical_gains
-from cgx_ray.report.style import DENSE_COLOR, GREEN, INK, ORANGE, PURPLE, SKY, new_figure, save_figure
+from cgx_ray.report.style import DENSE_COLOR, INK, codec_color, new_figure, save_figure
 
 PICTURE = Path(__file__).resolve().parents[1] / "img" / "decision-map.png"
 BANDWIDTHS_GBPS = np.geomspace(0.1, 50, 14)
 LATENCIES_MS = np.geomspace(0.02, 5, 9)
-_COLORS = {"uncompressed": ORANGE, "bf16": GREEN, "qsgd 4-bit": SKY, "qsgd 3-bit": PURPLE}
 
 
 def solve(bandwidth_gbps: float, latency_ms: float) -> BestPlan:
@@ -46,8 +45,11 @@ def draw(answers: list[list[BestPlan]]) -> Figure:
     for y, row in enumerate(answers):
         for x, answer in enumerate(row):
             option = main_option(answer.best)
-            name = "uncompressed" if option.codec == NONE else option.codec.describe()
-            name, color = ("dense, as plain DDP", DENSE_COLOR) if option == DENSE else (name, _COLORS[name])
+            name = "dense by cgx_ray" if option.codec == NONE else option.codec.describe()
+            # The fewer bits, the darker.
+            color = codec_color(option.codec.name, place=1 if option.codec == NONE or option.codec.bits == 4 else 0)
+            name = "dense, as plain DDP" if option == DENSE else name
+            color = DENSE_COLOR if option == DENSE else color
             seen[name] = color
             axes.add_patch(Rectangle((x, y), 1, 1, facecolor=color, alpha=0.5, edgecolor="white"))
             text = f"{answer.speedup:.1f}x" if option == DENSE else f"{answer.speedup:.1f}x\n{option.scheme}"

@@ -257,7 +257,7 @@ def test_a_sweep_from_part_of_a_node_fills_nodes_of_the_size_given() -> None:
         ({"ranks-per-node": "0"}, "0 per node"),
         ({"ranks-per-node": "3"}, "4 workers do not fill nodes of 3"),
         ({"inside-bandwidth": "fast"}, "bandwidth 'fast'"),
-        ({"model": "resnet1001"}, "no model 'resnet1001'"),
+        ({"model": "resnet1001"}, "unknown model 'resnet1001'; did you mean 'resnet101'?"),
         ({"model": "{empty}"}, "has 0 layers"),
         ({"model": "{unready}"}, "line 2: ready_s -1.0"),
         ({"model": "{measured}", "gpu": "a100"}, "has measured times and no multiply-adds"),

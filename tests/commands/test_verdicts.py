@@ -253,7 +253,7 @@ def test_predictions_that_are_off_are_looked_into_by_a_command_that_fits_the_run
         line["measured_step_s"] *= 2
     text = next_step(record, None)
     assert "`cgx-ray probe` on a Ray cluster or by `cgx-ray why --probe -- torchrun ...`" in text
-    record.starts[-1]["nodes"] = ["127.0.0.1"] * WORLD
+    record.starts[-1]["link"] = "machine"
     text = next_step(record, None)
     assert "see whether other programs use the processors of this machine" in text
     assert "probe" not in text

@@ -263,12 +263,12 @@ def test_the_end_says_what_the_steps_have_taken() -> None:
     # A round of three steps counts as three.
     round_of_3: dict[str, Any] = {"step_s": 0.2, "compute_s": 0.1, "num_steps": 3}
     assert end_line(_engine("qsgd", {"step_s": 0.4, "compute_s": 0.1}, round_of_3), takes_folder=True) == (
-        "4 steps under qsgd 4-bit over sra, 250 ms each, 40% of it compute; a rank sent 0.0015 MB per step, dense "
+        "4 steps under qsgd 4-bit over sra, 250 ms each, compute is 40% of it; a rank sent 0.0015 MB per step, dense "
         "sends 0.006 MB; attach(folder=) compares with dense, and writes a journal"
     )
     bound = end_line(_engine("none", {"step_s": 0.1, "compute_s": 0.11}), takes_folder=False)
     assert bound == (
-        "1 step under dense, 100 ms each, 100% of it compute; a rank sent 0.0015 MB per step; compute bounds your "
+        "1 step under dense, 100 ms each, compute is 100% of it; a rank sent 0.0015 MB per step; compute bounds your "
         "steps, compression hardly pays here"
     )
     assert end_line(_engine("none"), takes_folder=False) == "0 steps under dense"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,10 +16,11 @@ import pytest
 from click.testing import CliRunner, Result
 from support.emulated import needs_lab
 
+from cgx_ray.cli import main
 from cgx_ray.commands.lab import lab
 from cgx_ray.errors import LabError
 from cgx_ray.lab.handle import LabHandle
-from cgx_ray.lab.namespaces import remove_leftovers
+from cgx_ray.lab.namespaces import Lab, remove_leftovers
 from cgx_ray.lab.schedule import Schedule, parse_schedule, play, report_step
 from cgx_ray.report.links import _lines, plot_schedule
 
@@ -101,6 +103,23 @@ def test_bad_requests_are_one_clear_error(up, words, message):
 
 
 @NEEDS_LAB
+@pytest.mark.parametrize("words", ["schedule nofile", "schedule c1 --slower 0.5", "up --hosts 0", "up --rate 0bit"])
+def test_a_value_that_is_not_allowed_ends_with_status_2(words: str) -> None:
+    done = CliRunner().invoke(main, ["lab", *words.split()])
+    assert done.exit_code == 2, done.output
+    assert done.output.startswith("Error: ")
+
+
+@NEEDS_LAB
+def test_down_ends_no_lab_of_another_command_that_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Lab(2, rate_bit_per_s=1e9) as own:
+        monkeypatch.setattr(LabHandle, "running", staticmethod(lambda: [own.pid]))
+        done = CliRunner().invoke(main, ["lab", "down"])
+        assert done.exit_code == 1
+        assert re.search(rf"lab {own.pid} is that of `.*`; to end it give --lab {own.pid}", done.output)
+        assert own.is_connected(0)
+
+
 def test_an_error_is_one_line_and_no_traceback():
     done = lab_command("status", "--lab", "1")
     assert (done.returncode, done.stderr) == (1, "Error: no lab is up in process 1; start one: cgx-ray lab up\n")
@@ -241,7 +260,7 @@ def test_a_detached_lab_runs_on_until_down():
 @NEEDS_LAB
 def test_a_lab_that_cannot_start_detached_says_why():
     failed = lab_command("up", "--hosts", "99", "--detach")
-    assert failed.returncode == 1
+    assert failed.returncode == 2
     assert failed.stderr == "Error: num_hosts 99 is not allowed; give 1 to 64\n"
 
 

@@ -114,5 +114,5 @@ def test_files_that_are_no_model_are_refused(tmp_path: Path, text: str, message:
 
 
 def test_an_unknown_model_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"no model 'resnet34'; known: alexnet"):
+    with pytest.raises(ConfigError, match=r"unknown model 'resnet34'; did you mean 'resnet[0-9]+'\? known: alexnet"):
         load_model("resnet34")

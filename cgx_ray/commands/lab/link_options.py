@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import click
 
-from cgx_ray.errors import LabError
+from cgx_ray.errors import LabConfigError
 from cgx_ray.lab.handle import LabHandle
 from cgx_ray.lab.link import LINK_WORDS, LinkChange, parse_change
 from cgx_ray.lab.schedule import Schedule
@@ -55,7 +55,7 @@ def read_schedule(name: str, epoch: str | None, slower: float) -> Schedule:
         try:
             length = float(number)
         except ValueError:
-            raise LabError(f"epoch {epoch!r} is not allowed; give 30s or 200steps") from None
+            raise LabConfigError(f"epoch {epoch!r} is not allowed; give 30s or 200steps") from None
         schedule = schedule.with_epoch(length, "step" if epoch.endswith("steps") else "s")
     return schedule.slower(slower)
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from cgx_ray.commands.lab.link_options import change_of, describe_backend, lab_option, link_options
-from cgx_ray.errors import LabError
+from cgx_ray.errors import LabConfigError
 from cgx_ray.lab.handle import LabHandle
 from cgx_ray.lab.link import DIRECTIONS, LINK_WORDS, Direction
 from cgx_ray.lab.switch import Counters
@@ -27,7 +27,7 @@ def set_links(host: int | None, direction: Direction | None, pid: int | None, **
     """Change links now, while traffic flows."""
     change = change_of(words)
     if not change:
-        raise LabError(f"nothing to set; give one of {', '.join(f'--{word}' for word in LINK_WORDS)}")
+        raise LabConfigError(f"nothing to set; give one of {', '.join(f'--{word}' for word in LINK_WORDS)}")
     LabHandle.find(pid).set(host, direction, **change)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from cgx_ray.commands.lab.link_options import epoch_option, lab_option, read_schedule, slower_option
-from cgx_ray.errors import LabError
+from cgx_ray.errors import LabConfigError, LabError
 from cgx_ray.lab.events import LinkEvent, append_events, links_now
 from cgx_ray.lab.handle import LabHandle
 from cgx_ray.lab.jobs import run_in_hosts, run_on_ray
@@ -76,7 +76,7 @@ def _echo_line(host: int, line: str) -> None:
 def _schedule_to_play(name: str, epoch: str | None, slower: float) -> Schedule:
     schedule = read_schedule(name, epoch, slower)
     if schedule.unit == "epoch":
-        raise LabError(f"schedule {name} is in epochs; say how long one is: --epoch 30s or --epoch 200steps")
+        raise LabConfigError(f"schedule {name} is in epochs; say how long one is: --epoch 30s or --epoch 200steps")
     return schedule
 
 

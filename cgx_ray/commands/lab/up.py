@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,9 +11,10 @@ import tempfile
 import time
 
 import click
+import psutil
 
 from cgx_ray.commands.lab.link_options import change_of, describe_backend, lab_option, link_options
-from cgx_ray.errors import LabError
+from cgx_ray.errors import LabConfigError, LabError
 from cgx_ray.lab.handle import LabHandle, owner_lives
 from cgx_ray.lab.namespaces import Lab
 
@@ -56,17 +58,20 @@ def _start_detached() -> None:
         lines = [process.stdout.readline(), process.stdout.readline()]
         process.stdout.close()
         if not lines[1]:
-            process.wait()
+            kind = LabConfigError if process.wait() == 2 else LabError
             errors.seek(0)
-            raise LabError(errors.read().strip().removeprefix("Error: ") or "the lab did not start")
+            raise kind(errors.read().strip().removeprefix("Error: ") or "the lab did not start")
     click.echo("".join(lines), nl=False)
 
 
 @click.command()
 @lab_option
 def down(pid: int | None) -> None:
-    """End a lab and everything in it."""
+    """End a lab and everything in it. Without --lab only one of `lab up`."""
     handle = LabHandle.find(pid)
+    command = psutil.Process(handle.pid).cmdline()
+    if pid is None and not {"lab", "up"} <= set(command):
+        raise LabError(f"lab {handle.pid} is that of `{shlex.join(command)}`; to end it give --lab {handle.pid}")
     os.kill(handle.pid, signal.SIGTERM)
     deadline = time.monotonic() + _DOWN_TIMEOUT_S
     while handle.state_dir.exists() and owner_lives(handle.pid):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from cgx_ray.errors import ConfigError
+from cgx_ray.errors import ConfigError, unknown
 from cgx_ray.plan import Layer
 from cgx_ray.planner.cost import check_seconds
 from cgx_ray.untrusted import read_table
@@ -89,8 +89,7 @@ def load_model(name: str | Path) -> ModelDescription:
     path = _FOLDER / f"{name}.csv" if name in MODEL_NAMES else Path(name)
     if not path.is_file():
         raise ConfigError(
-            f"no model {str(name)!r}; known: {', '.join(MODEL_NAMES)}; or give a CSV file, as `cgx-ray profile-model` "
-            "writes them"
+            f"{unknown('model', str(name), MODEL_NAMES)}; or give a CSV file, as `cgx-ray profile-model` writes them"
         )
     layers, macs, ready_s = [], [], []
     line_of: dict[str, int] = {}
