@@ -407,6 +407,10 @@ class Engine:
             self._measure(step, began_s, self._clock.began_s, loss, lr)
 
     def _measure(self, step: StepRun, began_s: float, ended_s: float, loss: float | None, lr: float | None) -> None:
+        before = self.telemetry.last_step
+        if self._banks.last is self._banks.changes and before is not None and before.step == step.number:
+            # An optimizer has stepped after the round's end, and nothing else was done.
+            return
         finish_s = step.meter.finish() if step.meter is not None else 0.0
         with self.telemetry.optional("times, bytes and gains", step.number):
             before_s, backward_s = step.first_arrival - began_s, step.last_arrival - step.first_arrival

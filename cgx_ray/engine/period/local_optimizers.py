@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,14 +30,26 @@ class LocalOptimizers:
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], on_step: Callable[[], None], *, moments_rho: float = 1.0
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        on_step: Callable[[], None],
+        *,
+        on_first: Callable[[Mapping[str, Sequence[Optimizer]]], None] | None = None,
+        moments_rho: float = 1.0,
     ) -> None:
         """
         on_step      called after each step of an optimizer of these parameters
+        on_first     called before the first step of each, once its moments are scaled: its layers, each with it
         moments_rho  what first moments are multiplied with already, as in `moments_rho`
         """
-        self._keys = {id(parameter) for parameter in parameters.values()}
-        self._on_step = on_step
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._keys = self._names.keys()
+        self._on_step, self._on_first = on_step, on_first
+        # By layer, the optimizer that has stepped it last, after those that it calls within its step; and such ones of
+        # the step under way.
+        self._stepped_by: dict[str, list[weakref.ref[Optimizer]]] = {}
+        self._called: list[weakref.ref[Optimizer]] = []
+        self.has_stepped = False
         # By optimizer under way, its groups' own settings.
         self._own: weakref.WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = weakref.WeakKeyDictionary()
         self.rho = 1.0
@@ -69,6 +81,12 @@ class LocalOptimizers:
         return next(iter(self._rho_of.values()), self._first_rho)
 
     @property
+    def of_layers(self) -> dict[str, list[Optimizer]]:
+        """Return by layer the optimizers that have stepped it last, as far as there still are."""
+        found = {name: [known() for known in those] for name, those in self._stepped_by.items()}
+        return {name: [one for one in those if one is not None] for name, those in found.items()}
+
+    @property
     def have_any_stepped(self) -> bool:
         """True if an optimizer has stepped, and so had its moments scaled."""
         return bool(self._rho_of)
@@ -87,7 +105,14 @@ class LocalOptimizers:
             return
         # Of a step that has raised.
         self._restore(optimizer)
+        is_first = optimizer not in self._rho_of
         self._scale_moments(optimizer)
+        if is_first:
+            names = [self._names[key] for key in self._held_by(optimizer)]
+            # In a step with a closure, training may ask for it before the step's end.
+            self._stepped_by = {name: [weakref.ref(optimizer)] for name in names} | self._stepped_by
+            if self._on_first is not None:
+                self._on_first({name: [optimizer] for name in names})
         # Wrappers share the groups of the optimizer that they call, and so call it within their own step.
         under_way = {id(group) for other in self._own for group in other.param_groups}
         own: list[dict[str, Any]] = []
@@ -102,11 +127,25 @@ class LocalOptimizers:
         self._own[optimizer] = own
 
     def _after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if optimizer not in self._own:
+        held = self._held_by(optimizer)
+        if not held:
             return
+        # Also in the step within whose closure the rounds began.
+        self.has_stepped = True
+        is_known = optimizer in self._own
         self._restore(optimizer)
-        self._stepped.update(self._keys.intersection(parameters_of(optimizer)))
+        self._called.append(weakref.ref(optimizer))
+        if not self._own:
+            # Wrappers end after the optimizers that they call.
+            self._stepped_by.update(dict.fromkeys((self._names[key] for key in held), self._called))
+            self._called = []
+        if not is_known:
+            return
+        self._stepped.update(held)
         self._on_step()
+
+    def _held_by(self, optimizer: Optimizer) -> set[int]:
+        return self._keys & set(parameters_of(optimizer))
 
     def _scale_moments(self, optimizer: Optimizer) -> None:
         """Let first moments be those of gradients times `rho`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from cgx_ray.codecs.codec import is_finite
 from cgx_ray.engine.engine import CLOSED, Engine
 from cgx_ray.engine.forward_hook import ForwardHook
 from cgx_ray.engine.layers import averaged_parameters
-from cgx_ray.engine.period.common_states import CommonStates
+from cgx_ray.engine.period.common_states import share_states
 from cgx_ray.engine.period.local_gradients import LocalBucket, LocalGradients
 from cgx_ray.engine.period.local_optimizers import LocalOptimizers
 from cgx_ray.engine.period.rho import Rho
@@ -37,8 +38,12 @@ logger = logging.getLogger(__name__)
 
 # State of one whose gradients are exchanged, and have not told rho yet.
 NO_ROUND: Mapping[str, Any] = {
-    **{"rho": None, "num_replicas": 1, "moments_rho": 1.0, "has_own_states": False},
-    **{"anchor": {}, "folds": []},
+    "rho": None,
+    "num_replicas": 1,
+    "moments_rho": 1.0,
+    "has_own_states": False,
+    "anchor": {},
+    "folds": [],
 }
 
 
@@ -73,9 +78,8 @@ class Rounds:
         self._late_folds: list[Tensor] = []
         # Of a checkpoint, see `LocalOptimizers`.
         self._moments_rho = 1.0
-        # True once optimizers have stepped alone, until their states are made the same by `_common_states`.
+        # True once optimizers have stepped alone, until their states are made the same.
         self._has_own_states = False
-        self._common_states: CommonStates | None = None
         self._broadcasts_buffers = False
         self._forward_hook: torch.utils.hooks.RemovableHandle | None = None
         self._is_closed = False
@@ -88,11 +92,11 @@ class Rounds:
             raise CGXError(CLOSED)
         period = self._engine.plan.period
         if period == 1 or self._engine.step < STEPS_TOGETHER:
-            self._leave()
-            if self._moments_rho != 1:
-                # Those of a checkpoint. They become the user's own with the next step of each optimizer.
-                self._optimizers = self._follow_optimizers()
-            self._share_states()
+            if self._gradients is not None:
+                self._return()
+            elif self._optimizers is None:
+                self._take_states_of_checkpoint()
+            self.is_alone = False
             return
         model = self._model()
         if model is not None and allows_uneven_inputs(model):
@@ -100,11 +104,8 @@ class Rounds:
                 f"the plan has period {period}, and ranks inside join() may have fewer steps than others; give period "
                 "1, or all ranks as many batches (drop_last)"
             )
-        if self._gradients is not None and not self._folds and self._gradients.is_inside != self._is_inside:
-            self._leave()
-            self._enter()
-            # Ranks of a node, whose gradients are averaged, step alike.
-            self._share_states()
+        if self._is_other_inside and not self._folds:
+            self._return()
         if self._gradients is None:
             self._enter()
         self.is_alone = self._has_own_states = True
@@ -132,16 +133,14 @@ class Rounds:
 
     def close(self) -> None:
         """Remove all hooks. Warns of steps after the last round, which the other ranks have not got."""
-        if self._folds and self._anchor and not self._is_closed:
+        if (self._folds or self._late_folds) and self._anchor and not self._is_closed:
             logger.warning(
                 "closed in a round, whose %d steps the other ranks have not got, so their parameters differ: call "
                 "attachment.end_round() on all ranks before",
-                len(self._folds),
+                len(self._folds or self._late_folds),
             )
         self._is_closed = True
         self._leave()
-        if self._common_states is not None:
-            self._common_states.close()
         self._engine.sums.close()
 
     @property
@@ -150,17 +149,24 @@ class Rounds:
         return self._engine.plan.has_inside and self._engine.sums.num_nodes < self._world_size
 
     @property
+    def _is_other_inside(self) -> bool:
+        """True if the plan in force sums inside nodes and the rounds do not, or the other way round."""
+        return self._gradients is not None and self._gradients.is_inside != self._is_inside
+
+    @property
     def _is_due(self) -> bool:
         return len(self._folds) >= self._engine.plan.period
 
     def _enter(self) -> None:
         """Begin to train alone."""
+        # Without the optimizers of a checkpoint, if it has brought some.
+        self._leave()
         self._gradients = LocalGradients(self._engine, self._engine.take_residuals(), is_inside=self._is_inside)
         self._rho.begin(self._gradients.num_replicas)
         # What averages add to 16-bit parameters may be less than their last bit.
         self._anchor = {name: one.detach().to(_wide(one), copy=True) for name, one in self._parameters.items()}
-        self._optimizers = self._follow_optimizers()
-        self._optimizers.rho = self._rho.value
+        self._optimizers = LocalOptimizers(self._parameters, self._on_optimizer, moments_rho=self._moments_rho)
+        self._moments_rho, self._optimizers.rho = 1.0, self._rho.value
         self._folds = []
         model = self._model()
         if model is not None:
@@ -170,18 +176,31 @@ class Rounds:
             untraced = torch.compiler.disable(self._before_forward)
             self._forward_hook = model.register_forward_pre_hook(ForwardHook(untraced))
 
-    def _share_states(self) -> None:
-        """Have optimizers that have stepped alone share their states, each before its next step."""
-        model = self._model()
-        if self._has_own_states and model is not None:
-            if self._common_states is not None:
-                self._common_states.close()
-            self._common_states = CommonStates(self._parameters, model.process_group)
-            self._has_own_states = False
+    def _take_states_of_checkpoint(self) -> None:
+        """Have optimizers' states that a checkpoint has brought from rounds made the same, before each one's next step.
 
-    def _follow_optimizers(self) -> LocalOptimizers:
-        moments_rho, self._moments_rho = self._moments_rho, 1.0
-        return LocalOptimizers(self._parameters, self._on_optimizer, moments_rho=moments_rho)
+        Moments become the user's own then.
+        """
+        if self._has_own_states:
+            self._optimizers = LocalOptimizers(
+                self._parameters, self._on_optimizer, on_first=self._share_states, moments_rho=self._moments_rho
+            )
+            self._moments_rho = 1.0
+
+    def _share_states(self, optimizers: Mapping[str, Sequence[Optimizer]]) -> None:
+        share_states(optimizers, self._parameters, self._engine)
+        self._has_own_states = False
+
+    def _return(self) -> None:
+        """Begin to exchange gradients, with optimizers' states that are the same on all ranks. A collective call."""
+        assert self._optimizers is not None
+        optimizers = self._optimizers.of_layers
+        self._leave()
+        if optimizers and self._has_own_states:
+            self._share_states(optimizers)
+        else:
+            # A checkpoint has brought the round, and no optimizer has stepped since then.
+            self._take_states_of_checkpoint()
 
     def _leave(self, *, keeps_moments: bool = False) -> None:
         """Begin to exchange gradients. `keeps_moments`: the optimizers' moments are of another run by now."""
@@ -207,14 +226,17 @@ class Rounds:
             self._late_folds = self._last_folds
 
     def _before_forward(self, model: nn.Module, given: object) -> None:
-        if torch.is_grad_enabled():
-            if self._engine.plan.period == 1:
-                self._take_late_steps()
-            # Where optimizers take turns, or skip a step.
-            if self._is_due:
-                self._average()
-        if self._engine.plan.period == 1 and not self._folds and not self._late_folds:
-            self._leave()
+        if not torch.is_grad_enabled():
+            # A rank may make it alone.
+            return
+        is_leaving = self._engine.plan.period == 1 or self._is_other_inside
+        if is_leaving:
+            self._take_late_steps()
+        # Where optimizers take turns, or skip a step.
+        if self._folds and (is_leaving or self._is_due):
+            self._average()
+        if is_leaving and not self._folds:
+            self._return()
 
     def _take_late_steps(self) -> None:
         """Begin another round if an optimizer has stepped after the last one had ended."""
@@ -270,12 +292,13 @@ class Rounds:
     def _check_optimizers(self, changes: Mapping[str, Tensor]) -> None:
         """Raise ConfigError if something other than an optimizer of torch has changed the parameters of this round."""
         assert self._optimizers is not None
-        has_moved = any(bool(change.any()) for change in changes.values())
-        if has_moved and not self._optimizers.have_any_stepped and not self._begun_before:
+        if self._optimizers.has_stepped or self._begun_before:
+            return
+        if any(bool(change.any()) for change in changes.values()):
             with self._engine.failing_together():
                 raise ConfigError(
-                    f"the plan has period {len(self._folds)}, and the parameters changed without a step of a "
-                    "torch.optim.Optimizer, whose learning rate rounds adapt; give period 1, or step with one"
+                    "the parameters changed in a round without a step of a torch.optim.Optimizer, whose learning rate "
+                    "rounds adapt; step with one, or give period 1"
                 )
 
     def _changes(self) -> dict[str, Tensor]:
@@ -311,9 +334,9 @@ class Rounds:
         own = {"moments_rho": moments_rho, "has_own_states": self._has_own_states}
         state: dict[str, Any] = {**NO_ROUND, **rho, **own}
         has_more_bits = any(anchor.dtype != self._parameters[name].dtype for name, anchor in self._anchor.items())
-        if self._folds or has_more_bits:
+        if self._folds or self._late_folds or has_more_bits:
             state["anchor"] = {name: anchor.to("cpu", copy=True) for name, anchor in self._anchor.items()}
-            state["folds"] = [fold.cpu() for fold in self._folds]
+            state["folds"] = [fold.cpu() for fold in self._folds or self._late_folds]
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -343,6 +366,8 @@ class Rounds:
             device = self._engine.device
             self._folds = [fold.to(device) for fold in state["folds"]]
             self._begun_before = True
+        elif self._engine.plan.period == 1:
+            self._take_states_of_checkpoint()
 
 
 def _wide(parameter: Tensor) -> torch.dtype:

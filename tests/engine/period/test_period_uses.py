@@ -364,7 +364,7 @@ def _refused(rank: int, what: str) -> str:
         ("2.5", "period 2.5 is not allowed"),
         ("True", "period True is not allowed"),
         ("join", "give period 1, or all ranks as many batches"),
-        ("no optimizer", "the parameters changed without a step of a torch.optim.Optimizer"),
+        ("no optimizer", "the parameters changed in a round without a step of a torch.optim.Optimizer"),
         ("in backward", "step an optimizer after backward instead"),
     ],
 )
