@@ -111,10 +111,10 @@ class History:
 class Snapshot:
     """The history in a file of the controller's node. Only processes of this run's user may be able to write it."""
 
-    def __init__(self, path: Path, *, is_told: bool = False) -> None:
-        """`is_told`: the user knows already that there can be no such file."""
+    def __init__(self, path: Path, *, warns: bool = True) -> None:
+        """`warns`: log the first failure."""
         self.path = path
-        self._is_told = is_told
+        self._warns = warns
 
     def write(self, history: History) -> None:
         """Replace the file at once. If that fails there is none: an old one would lack plans that ranks may have."""
@@ -127,8 +127,8 @@ class Snapshot:
             # A file system that has become read-only keeps it.
             with contextlib.suppress(OSError):
                 self.path.unlink(missing_ok=True)
-            if not self._is_told:
-                self._is_told = True
+            if self._warns:
+                self._warns = False
                 logger.warning(
                     "the controller cannot keep its history in %s: %s; if it crashes, ranks keep their plan for good",
                     self.path,

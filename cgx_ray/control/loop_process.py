@@ -67,7 +67,7 @@ class LoopStart:
     snapshot_path  of a file that no other controller uses
     history        that of the controller of the worker group before, None for the first
     nodes          address of each rank's node
-    is_told        the user knows already that neither file can be written
+    warns          False if the user knows already that neither file can be written
     loop_type      a class of the loop that a bench can ask more
     """
 
@@ -77,7 +77,7 @@ class LoopStart:
     run_name: str
     history: History | None = None
     nodes: Sequence[str] = ()
-    is_told: bool = False
+    warns: bool = True
     loop_type: type[ControlLoop] = ControlLoop
 
 
@@ -289,8 +289,8 @@ class _KeptLoop:
     def __init__(self, start: LoopStart, logged: queue.SimpleQueue[logging.LogRecord]) -> None:
         """`logged`: records of this process, for the news."""
         self._logged = logged
-        self._journal = QueuedJournal(start.journal_path, is_told=start.is_told)
-        self._snapshot = Snapshot(start.snapshot_path, is_told=start.is_told)
+        self._journal = QueuedJournal(start.journal_path, warns=start.warns)
+        self._snapshot = Snapshot(start.snapshot_path, warns=start.warns)
         own = self._snapshot.read()
         self.loop = start.loop_type(
             start.policy, self._journal, own or start.history, run_name=start.run_name, nodes=start.nodes

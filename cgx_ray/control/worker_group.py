@@ -394,7 +394,11 @@ class WorkerGroupState(GroupReports):
             return set()
         if self.plan.period > 1:
             self._max_period = self.plan.period // 2
-            self.loss.forgive()
+            if self._max_period > 1:
+                self.loss.keep_before()
+            else:
+                # What rounds have lost stays lost for a while. It is not the codec's.
+                self.loss.restart()
             return set()
         self.loss.restart()
         return costliest(compressing_options(self.plan), options, measured)

@@ -301,7 +301,11 @@ def _speed(progress: Sequence[Mapping[str, Any]], speed_up: float | None) -> str
 
 def link_kind(record: RunRecord) -> str:
     """Return what lies between the ranks: "network", "machine" for the memory of one machine, or "simulated"."""
-    return record.starts[-1].get("link", "network") if record.starts else "network"
+    if not record.starts:
+        return "network"
+    start = record.starts[-1]
+    # Journals of old versions know the nodes only.
+    return start.get("link") or ("machine" if len({*start["nodes"]}) == 1 else "network")
 
 
 def _estimated_links(line: Mapping[str, Any] | None, kind: str) -> tuple[str, ...]:

@@ -188,7 +188,7 @@ class LocalControl:
             run_name=self._folder.name,
             history=_earlier_history(snapshot),
             nodes=[place.address for place in self._places],
-            is_told=bool(self.journal_problem),
+            warns=not self.journal_problem,
             loop_type=self._loop_type,
         )
         after = "training goes on with its plan, and no other one is decided"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.control_runs import FakeTraining, journal, start
 
-from cgx_ray.control.gains.loss_trend import MAX_LOSSES, RATE_STEPS, LearningPhase, LossTrend
+from cgx_ray.control.gains.loss_trend import MAX_LOSSES, MIN_LOSSES, RATE_STEPS, LearningPhase, LossTrend
 from cgx_ray.control.joined_steps import join
 from cgx_ray.control.learned.measured import compressing_options
 from cgx_ray.monitors.sample import node_steps
@@ -56,6 +56,27 @@ def test_a_loss_that_falls_as_a_power_of_the_steps_is_not_worse_in_rounds(period
                 assert trend.worse is None, (power, change, scatter)
 
 
+@pytest.mark.parametrize("period", [4, 8, 32])
+def test_a_loss_that_is_back_on_its_curve_after_shorter_rounds_is_not_worse(period: int) -> None:
+    for power in (0.1, 0.25, 0.5, 1.0):
+        for change in (80, 200, 400):
+            # Of 1 % at the change.
+            scatter = 0.04 * change**-power
+            curve, trend = noisy(lambda step, power=power: 4 * step**-power, scatter, 0), LossTrend()
+            for step in range(1, change + 1):
+                trend.add_loss(curve(step))
+            trend.start_plan()
+            step = change + MIN_LOSSES * period
+            for _ in range(MIN_LOSSES):
+                trend.add_loss(8 * change**-power, period)
+            assert trend.worse is not None
+            trend.keep_before()
+            trend.start_plan()
+            for later in range(step + period // 2, step + period * MAX_LOSSES, period // 2):
+                trend.add_loss(curve(later), period // 2)
+            assert trend.worse is None, (power, change)
+
+
 def test_too_few_losses_judge_no_other_options() -> None:
     trend = LossTrend()
     assert trend.can_judge, "nothing is reported, so nothing will be judged"
@@ -64,6 +85,8 @@ def test_too_few_losses_judge_no_other_options() -> None:
         assert not trend.can_judge, step
     trend.add_loss(1.0)
     assert trend.can_judge
+    trend.restart()
+    assert not trend.can_judge, "those before another learning rate say nothing"
 
 
 @pytest.mark.parametrize("rise", [0.15, 1.0])

@@ -64,14 +64,23 @@ def _start_detached() -> None:
     click.echo("".join(lines), nl=False)
 
 
+def _check_own(handle: LabHandle) -> None:
+    """Raise LabError if the lab is a part of another command than `lab up`, such as a bench."""
+    try:
+        command = psutil.Process(handle.pid).cmdline()
+    except psutil.Error as error:
+        raise LabError(f"lab {handle.pid} ends just now ({error})") from error
+    if not {"lab", "up"} <= set(command):
+        raise LabError(f"lab {handle.pid} is that of `{shlex.join(command)}`; to end it give --lab {handle.pid}")
+
+
 @click.command()
 @lab_option
 def down(pid: int | None) -> None:
     """End a lab and everything in it. Without --lab only one of `lab up`."""
     handle = LabHandle.find(pid)
-    command = psutil.Process(handle.pid).cmdline()
-    if pid is None and not {"lab", "up"} <= set(command):
-        raise LabError(f"lab {handle.pid} is that of `{shlex.join(command)}`; to end it give --lab {handle.pid}")
+    if pid is None:
+        _check_own(handle)
     os.kill(handle.pid, signal.SIGTERM)
     deadline = time.monotonic() + _DOWN_TIMEOUT_S
     while handle.state_dir.exists() and owner_lives(handle.pid):

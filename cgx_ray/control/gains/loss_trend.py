@@ -5,7 +5,7 @@ Without reports nothing is judged. A loss is worse since the change if one of th
 1. Its mean is above the mean before, where it did not surely rise before.
 2. Its mean is above the line through the losses before, continued from the change on with half the slope. A loss that
    falls as a power of the steps, up to -1.5, keeps half, as no more is looked back than a quarter of the training.
-   Losses of rounds reach further than that, and are only judged by the mean.
+   Losses that reach further than twice the steps of those before, as in long rounds, are only judged by the mean.
 
 A rise before the change may go on as fast. The line rules out a plan that learns slower, the mean needs fewer losses.
 Losses since the change are judged while they are no more than those before.
@@ -113,7 +113,8 @@ class LossTrend:
     @property
     def can_judge(self) -> bool:
         """False if losses are reported, and those so far are too few to judge other options by, if these began now."""
-        return not self._num_losses or self._num_before >= MIN_LOSSES
+        num_known = len(self._before) + len(self._since)
+        return not self._num_losses or min(self._num_before, num_known) >= MIN_LOSSES
 
     @property
     def _num_before(self) -> int:
@@ -127,8 +128,8 @@ class LossTrend:
             self._before = before if len(before) >= MIN_LOSSES else []
         self._since, self._num_since, self.worse, self._keeps_before = [], 0, None, False
 
-    def forgive(self) -> None:
-        """Judge the next options by the same losses before: they are less of what made the loss worse."""
+    def keep_before(self) -> None:
+        """Judge the next options by the same losses before, for those since were worse."""
         self._since, self._num_since, self.worse, self._keeps_before = [], 0, None, True
 
     def restart(self) -> None:
@@ -175,8 +176,9 @@ def _worse(before: Sequence[tuple[int, float]], since: Sequence[tuple[int, float
     until, after = change - old.middle, fmean(step for step, _ in since) - change
     reach = until + after * (KEPT_SLOPE if old.slope < 0 else 1.0)
     line = old.mean + old.slope * reach
-    # A few losses of long rounds reach much further than the line was seen.
-    is_near = since[-1][0] - since[0][0] <= 2 * (before[-1][0] - before[0][0])
+    # Losses of long rounds, or those after other options, reach further than the line was seen.
+    seen = before[-1][0] - before[0][0]
+    is_near = since[0][0] - before[-1][0] <= seen / 2 and since[-1][0] - before[-1][0] <= 2 * seen
     is_higher = old.slope <= Z_95 * slope_error and mean > old.mean + SURE * mean_error
     is_slower = is_near and mean > line + SURE * math.hypot(mean_error, slope_error * reach)
     if not is_higher and not is_slower:

@@ -65,11 +65,11 @@ class Journal:
     num_errors  lines that were lost
     """
 
-    def __init__(self, path: Path, *, is_told: bool = False) -> None:
-        """`is_told`: the user knows already that lines will be lost."""
+    def __init__(self, path: Path, *, warns: bool = True) -> None:
+        """`warns`: log the first line that is lost."""
         self.path = path
         self.num_errors = 0
-        self._is_told = is_told
+        self._warns = warns
         self.recent: deque[dict[str, Any]] = deque(maxlen=KEPT_LINES)
         self.totals = RunTotals()
 
@@ -97,8 +97,8 @@ class Journal:
             self._lose(str(error))
 
     def _lose(self, why: str) -> None:
-        if not self._is_told:
-            self._is_told = True
+        if self._warns:
+            self._warns = False
             logger.warning(
                 "lines of the journal %s are lost: %s; training goes on, but `cgx-ray report` will lack them: free its "
                 "disk, or give the next run another folder",
@@ -114,8 +114,8 @@ class QueuedJournal(Journal):
     Lines wait in memory. Once MAX_WAITING_LINES do, further ones are lost.
     """
 
-    def __init__(self, path: Path, *, is_told: bool = False) -> None:
-        super().__init__(path, is_told=is_told)
+    def __init__(self, path: Path, *, warns: bool = True) -> None:
+        super().__init__(path, warns=warns)
         self._waiting: queue.Queue[bytes | threading.Event] = queue.Queue(MAX_WAITING_LINES)
         self._thread = threading.Thread(target=self._work, name="cgx-ray-journal", daemon=True)
         self._thread.start()

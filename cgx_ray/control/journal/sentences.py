@@ -128,7 +128,7 @@ class RunTotals:
         """Add a line of the journal, in its order. Lines of other events change nothing."""
         if entry["event"] == "start":
             self.is_static = entry["policy"]["kind"] == "static"
-            self.link = entry.get("link", "network")
+            self.link = entry.get("link") or ("machine" if len({*entry.get("nodes", ())}) == 1 else "network")
             if entry["plan"].get("version", 0) <= max(self._plans, default=-1):
                 # A run without the history of the one before: its plans have the same numbers.
                 self._plans = {}
