@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,67 +11,28 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.branches import Branches, batch
+from support.period_training import PERIOD, PeriodTraining, are_alike
 from support.ranks import log_lines, run_cases, run_ranks
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-import cgx_ray
-from cgx_ray.errors import CGXError, ConfigError
+from cgx_ray.errors import CGXError
 from cgx_ray.plan import STEPS_TOGETHER
-
-PERIOD = 4
-
-
-class _Training:
-    """A model of `Branches`, attached with a period, and its data."""
-
-    def __init__(
-        self,
-        rank: int,
-        *,
-        period: int = PERIOD,
-        scaler: Any = None,
-        make: Callable[[], Branches] = Branches,
-        **ddp: Any,
-    ) -> None:
-        torch.manual_seed(0)
-        self.rank = rank
-        self.model = DistributedDataParallel(make(), **ddp)
-        self.attachment = cgx_ray.attach(self.model, codec="none", scheme="sra", period=period, scaler=scaler)
-
-    def backward(self, step: int) -> Tensor:
-        loss: Tensor = self.model(batch(self.rank, step)).square().mean()
-        loss.backward()
-        return loss
-
-    def flat(self) -> list[float]:
-        return torch.cat([one.detach().flatten() for one in self.model.parameters()]).tolist()
-
-
-def _alike(training: _Training) -> bool:
-    """Return True if the ranks have the same parameters. A collective call."""
-    mine = torch.tensor(training.flat())
-    least, most = mine.clone(), mine.clone()
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return torch.equal(least, most)
 
 
 def _steps(
-    training: _Training, step: Callable[[int], object], num_steps: int = STEPS_TOGETHER + 2 * PERIOD
+    training: PeriodTraining, step: Callable[[int], object], num_steps: int = STEPS_TOGETHER + 2 * PERIOD
 ) -> list[int]:
     """Return the steps after which ranks are not alike."""
     apart = []
     for number in range(num_steps):
         step(number)
-        if not _alike(training):
+        if not are_alike(training.model):
             apart.append(number)
     training.attachment.close()
     return apart
 
 
 def _plain(rank: int, make: Callable[..., torch.optim.Optimizer], **ddp: Any) -> list[int]:
-    training = _Training(rank, **ddp)
+    training = PeriodTraining(rank, **ddp)
     optimizer = make(training.model.parameters())
 
     def step(number: int) -> None:
@@ -84,7 +45,7 @@ def _plain(rank: int, make: Callable[..., torch.optim.Optimizer], **ddp: Any) ->
 
 def _two_optimizers(rank: int) -> list[int]:
     """One of them is made during the training, and steps in every other step only."""
-    training = _Training(rank)
+    training = PeriodTraining(rank)
     *most, last = training.model.parameters()
     first = torch.optim.Adam(most, lr=0.01)
     second: list[torch.optim.Optimizer] = []
@@ -103,7 +64,7 @@ def _two_optimizers(rank: int) -> list[int]:
 
 
 def _accumulated(rank: int) -> list[int]:
-    training = _Training(rank)
+    training = PeriodTraining(rank)
     optimizer = torch.optim.SGD(training.model.parameters(), lr=0.01, momentum=0.9)
 
     def step(number: int) -> None:
@@ -125,7 +86,7 @@ def _tied_and_frozen() -> Branches:
 
 def _everyday(rank: int) -> list[int]:
     """Train a model of `_tied_and_frozen` with a schedule and an average of the weights; groups are added late."""
-    training = _Training(rank, make=_tied_and_frozen)
+    training = PeriodTraining(rank, make=_tied_and_frozen)
     *most, last = [one for one in training.model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(most, lr=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
@@ -175,7 +136,7 @@ def test_optimizers_that_take_turns_end_rounds_in_the_next_forward_pass() -> Non
 
 
 def _ended(rank: int) -> list[bool]:
-    training = _Training(rank, period=100)
+    training = PeriodTraining(rank, period=100)
     optimizer = torch.optim.SGD(training.model.parameters(), lr=0.01)
     found = []
     for number in range(STEPS_TOGETHER + 3):
@@ -183,9 +144,9 @@ def _ended(rank: int) -> list[bool]:
         training.backward(number)
         optimizer.step()
     for _ in range(2):
-        found.append(_alike(training))
+        found.append(are_alike(training.model))
         training.attachment.end_round()
-        found.append(_alike(training))
+        found.append(are_alike(training.model))
     training.attachment.close()
     return found
 
@@ -195,7 +156,7 @@ def test_a_round_can_be_ended_by_hand() -> None:
 
 
 def _sampled(rank: int) -> tuple[Any, Any, dict[str, float]]:
-    training = _Training(rank)
+    training = PeriodTraining(rank)
     assert training.attachment.metrics() == {}
     optimizer = torch.optim.SGD(training.model.parameters(), lr=0.01)
     samples = []
@@ -224,7 +185,7 @@ def test_a_sample_of_a_round_is_its_mean_step() -> None:
 
 
 def _broken(rank: int, scaler: torch.amp.GradScaler | None = None) -> tuple[str, bool]:
-    training = _Training(rank, scaler=scaler)
+    training = PeriodTraining(rank, scaler=scaler)
     optimizer = torch.optim.SGD(training.model.parameters(), lr=0.01)
     for number in range(STEPS_TOGETHER + PERIOD):
         optimizer.zero_grad()
@@ -255,7 +216,7 @@ def _scaled(rank: int, skips: dict[int, int], scale: float | None) -> tuple[list
 
     skips  by step, the rank whose gradients overflow in it. All skip such a step without a scaler
     """
-    training = _Training(rank, period=PERIOD, bucket_cap_mb=0.002)
+    training = PeriodTraining(rank, period=PERIOD, bucket_cap_mb=0.002)
     optimizer = torch.optim.SGD(training.model.parameters(), lr=0.05, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, growth_interval=7, enabled=scale is not None)
     scales = []
@@ -276,7 +237,7 @@ def _scaled(rank: int, skips: dict[int, int], scale: float | None) -> tuple[list
 
 def _closed(rank: int, ends_round: bool) -> list[str]:
     lines = log_lines()
-    training = _Training(rank, period=PERIOD)
+    training = PeriodTraining(rank, period=PERIOD)
     optimizer = torch.optim.SGD(training.model.parameters(), lr=0.05)
     for number in range(STEPS_TOGETHER + PERIOD + 1):
         optimizer.zero_grad()
@@ -305,79 +266,11 @@ def test_with_a_grad_scaler_all_ranks_skip_a_step_that_one_must_skip() -> None:
     torch.testing.assert_close(torch.tensor(first), torch.tensor(expected), rtol=1e-4, atol=1e-6)
 
 
-class _NoOptimizer:
-    """Changes parameters, and is no optimizer of torch."""
-
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], lr: float) -> None:
-        self._parameters, self._lr = list(parameters), lr
-
-    def zero_grad(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for parameter in self._parameters:
-            assert parameter.grad is not None
-            parameter.sub_(parameter.grad, alpha=self._lr)
-
-
-def _refused(rank: int, what: str) -> str:
-    if what in ("0", "2000", "2.5", "True"):
-        with pytest.raises(ConfigError) as refused:
-            _Training(rank, period=eval(what))
-        return str(refused.value)
-    if what == "in backward":
-        # Importing it warns of torch's own.
-        from torch.distributed.optim import _apply_optimizer_in_backward
-
-        model = Branches()
-        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.01})
-        with pytest.raises(ConfigError) as refused:
-            cgx_ray.attach(DistributedDataParallel(model), codec="none")
-        return str(refused.value)
-    training = _Training(rank)
-    make = _NoOptimizer if what == "no optimizer" else torch.optim.SGD
-    optimizer = make(training.model.parameters(), lr=0.01)
-    message = ""
-    for number in range(STEPS_TOGETHER + PERIOD + 1):
-        optimizer.zero_grad()
-        try:
-            if what == "join" and number == STEPS_TOGETHER:
-                with training.model.join():
-                    training.backward(number)
-            else:
-                training.backward(number)
-                optimizer.step()
-        except (ConfigError, RuntimeError) as error:
-            message = str(error)
-            break
-    training.attachment.close()
-    return message
-
-
-@pytest.mark.parametrize(
-    ("what", "hint"),
-    [
-        ("0", "period 0 is not allowed; give whole steps, from 1 to 1024"),
-        ("2000", "period 2000 is not allowed"),
-        ("2.5", "period 2.5 is not allowed"),
-        ("True", "period True is not allowed"),
-        ("join", "give period 1, or all ranks as many batches"),
-        ("no optimizer", "the parameters changed in a round without a step of a torch.optim.Optimizer"),
-        ("in backward", "step an optimizer after backward instead"),
-    ],
-)
-def test_what_cannot_work_is_refused_with_a_remedy(what: str, hint: str) -> None:
-    for message in run_ranks(2, _refused, what):
-        assert hint in message
-
-
 class _Scaled:
     """A training with momentum and a GradScaler, which overflows on one rank within a round."""
 
     def __init__(self, rank: int, period: int = PERIOD) -> None:
-        self.training = _Training(rank, period=period)
+        self.training = PeriodTraining(rank, period=period)
         self.optimizer = torch.optim.SGD(self.training.model.parameters(), lr=0.05, momentum=0.9)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
 
@@ -437,9 +330,9 @@ def _without_rounds(rank: int) -> tuple[float, float]:
         assert parameter.grad is not None
         off = max(off, float((found - 0.9 * before / rho - parameter.grad).abs().max()))
         unscaled = max(unscaled, float((found - 0.9 * before - parameter.grad).abs().max()))
-    assert _alike(scaled.training)
+    assert are_alike(scaled.training.model)
     scaled.train(range(101, 103))
-    assert _alike(scaled.training)
+    assert are_alike(scaled.training.model)
     assert scaled.saved()[3]["round"]["moments_rho"] == 1
     scaled.training.attachment.close()
     return off, unscaled

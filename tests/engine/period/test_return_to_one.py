@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.branches import Branches, batch
+from support.period_training import are_alike
 from support.ranks import run_cases
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
@@ -87,7 +87,7 @@ def _train(
             uses_right = "find_unused_parameters" not in ddp or rank == 1 or step < 60  # noqa: B023
             model(batch(rank, step), use_right=uses_right).square().mean().backward()  # noqa: B023
             assert attachment.plan is not None
-            found.append((attachment.plan.period, _are_alike(model)))
+            found.append((attachment.plan.period, are_alike(model)))
             return 0.0
 
         if has_closure:
@@ -101,16 +101,9 @@ def _train(
         with torch.no_grad():
             model(batch(rank, step))
     attachment.end_round()
-    assert _are_alike(model)
+    assert are_alike(model)
     attachment.close()
     return found
-
-
-def _are_alike(model: DistributedDataParallel) -> bool:
-    mine = torch.cat([one.detach().flatten() for one in model.parameters()])
-    of_ranks: list[Tensor] = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_ranks, mine)
-    return all(torch.equal(mine, other) for other in of_ranks)
 
 
 CASES = {name: partial(_train, make=make, ddp={}) for name, make in OPTIMIZERS.items()}
@@ -154,7 +147,7 @@ def _resumed(rank: int, num_alone: int, has_closure: bool) -> list[bool]:
             else:
                 closure()
                 optimizer.step()
-            alike.append(_are_alike(model))
+            alike.append(are_alike(model))
         states = [copy.deepcopy(part.state_dict()) for part in (model, optimizer, attachment)]
         attachment.close()
     return alike
@@ -181,7 +174,7 @@ def _without_its_optimizer(rank: int) -> bool:
 
     train_some()
     attachment.end_round()
-    is_alike = _are_alike(model)
+    is_alike = are_alike(model)
     attachment.close()
     return is_alike
 
