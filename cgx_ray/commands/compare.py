@@ -31,13 +31,13 @@ def compare(first: Path, second: Path, json_path: str | None) -> None:
     """Compare two runs: time per step, loss and plans side by side.
 
     A and B are folders of runs, or their journals: each has decisions.jsonl or steps.jsonl. They should have trained
-    the same model. Losses are those at the last step that both have. If one run was dense throughout, the other's
+    the same model. Losses are means over the last steps that both have. If one run was dense throughout, the other's
     dense steps are those of that run.
     """
     records = [_read(folder) for folder in (first, second)]
     dense = next((record for record in records if _is_dense(record)), None)
     found = [describe_run(record, dense) for record in records]
-    loss_step = _compare_losses(records, found)
+    loss_steps = _compare_losses(records, found)
     (one, other), console = found, console_for(json_path)
     ratio = one["step_s"] / other["step_s"] if other["step_s"] else None
     if ratio is not None:
@@ -47,13 +47,13 @@ def compare(first: Path, second: Path, json_path: str | None) -> None:
     # Perhaps on another network.
     rows = _ROWS | {"a dense step": _seconds("dense_step_s", partial(_known_by, dense=dense))}
     for name, show in rows.items():
-        heading = f"loss at step {loss_step}" if name == _LOSS and loss_step is not None else name
+        heading = _loss_at(*loss_steps) if name == _LOSS and loss_steps is not None else name
         table.add_row(heading, *(show(run) for run in found))
     console.print(table)
     for note in loss_note(*records):
         print_line(console, note)
     if json_path is not None:
-        write_json(json_path, {"runs": found, "step_ratio": ratio, "loss_step": loss_step})
+        write_json(json_path, {"runs": found, "step_ratio": ratio, "loss_steps": loss_steps})
 
 
 def _read(folder: Path) -> RunRecord:
@@ -69,15 +69,33 @@ def _is_dense(record: RunRecord) -> bool:
     return plans == {DENSE} and not num_changes(record)
 
 
-def _compare_losses(records: Sequence[RunRecord], found: Sequence[dict[str, Any]]) -> int | None:
-    """Make the losses of `found` those at the last step that all have, and return it; None if one has no loss."""
+def _compare_losses(records: Sequence[RunRecord], found: Sequence[dict[str, Any]]) -> tuple[int, int] | None:
+    """Make the losses of `found` means over the same steps, the last that all have, and return the first and the last.
+
+    These are the steps of one line of the run whose lines have most steps each. None if there are no such steps.
+    """
     known = [losses(record) for record in records]
     if not all(known):
         return None
-    step = min(max(last for _, last, _ in lines) for lines in known)
+    end = min(lines[-1][1] for lines in known)
+    longest = min(known, key=len)
+    window = next(((first, last) for first, last, _ in reversed(longest) if last <= end), None)
+    if window is None:
+        return None
     for run, lines in zip(found, known, strict=True):
-        run["loss"] = next((loss for first, last, loss in reversed(lines) if first <= step <= last), None)
-    return step
+        run["loss"] = _mean_loss(lines, *window)
+    return window
+
+
+def _loss_at(first: int, last: int) -> str:
+    return f"loss at step {last}" if first == last else f"loss, steps {first} to {last}"
+
+
+def _mean_loss(lines: Sequence[tuple[int, int, float]], first: int, last: int) -> float | None:
+    """Return the mean loss of the steps from `first` to `last`, from lines with a mean over some steps each."""
+    parts = [(min(last, end) - max(first, begin) + 1, loss) for begin, end, loss in lines]
+    num_steps = sum(num for num, _ in parts if num > 0)
+    return sum(num * loss for num, loss in parts if num > 0) / num_steps if num_steps else None
 
 
 def _seconds(name: str, known_by: Callable[[dict[str, Any]], str]) -> Callable[[dict[str, Any]], str]:

@@ -161,7 +161,7 @@ class _Plans:
         try:
             for plan in plans:
                 self._version = plan.version
-                self._attachment.hold(plan)
+                self._attachment.take(plan)
         except PlanError as error:
             logger.error("a plan of the controller was rejected; the plan in force stays: %s", error)
 

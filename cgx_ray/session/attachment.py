@@ -77,6 +77,8 @@ class Attachment:
         self._detach = detach
         self._lifeline = lifeline
         self.control = control
+        # True if a policy decides about the plans.
+        self.is_decided = False
         self.is_closed = False
         self._closing = threading.RLock()
         self._end_of_model = weakref.finalize(model, self._begin_to_close) if model is not None else None
@@ -145,8 +147,18 @@ class Attachment:
     def hold(self, plan: Plan) -> None:
         """Offer a newer plan, as `Engine.hold` does. It takes effect once every rank has been offered it.
 
-        Does nothing if nothing is exchanged.
+        Does nothing if nothing is exchanged. The journal of a run with a folder has no plans that are held. Raises
+        ConfigError if the run has a policy that decides.
         """
+        if self.is_decided:
+            raise ConfigError(
+                "the policy of this run decides about its plans, so it takes none by hand; give policy 'static' to "
+                "hold plans, or limit what is decided, as by Adaptive(periods=(1,)) or Adaptive(candidates=...)"
+            )
+        self.take(plan)
+
+    def take(self, plan: Plan) -> None:
+        """Offer a plan that the run's policy has decided on."""
         if self._engine is not None:
             self._engine.hold(plan)
 

@@ -345,7 +345,7 @@ class LocalControl:
         try:
             for plan in plans:
                 self._version = plan.version
-                self._attachment.hold(plan)
+                self._attachment.take(plan)
         except PlanError as error:
             logger.error("a plan of the control loop was rejected; the plan in force stays: %s", error)
 

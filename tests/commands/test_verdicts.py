@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from support.control_runs import LAYERS, WORLD, registration, start
 
 from cgx_ray.cli import main
+from cgx_ray.commands import compare
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.policy import Static
@@ -223,11 +224,25 @@ def test_losses_are_compared_at_the_last_step_of_the_shorter_run(tmp_path: Path)
     path = tmp_path / "compared.json"
     said = invoke("compare", tmp_path / "short", tmp_path / "long", "--json", path)
     found = json.loads(path.read_text())
-    assert found["loss_step"] == 40
-    assert f"loss at step {found['loss_step']}" in said
+    first, last = found["loss_steps"]
+    assert 30 < last <= 40
+    assert (first, f"loss at step {last}" in said) == (last, True)
     losses = [run["loss"] for run in found["runs"]]
-    # Each is the mean of a line of its journal.
-    assert losses == pytest.approx([10.0 - found["loss_step"] / 10] * 2, abs=0.2)
+    assert losses == pytest.approx([10.0 - (first + last) / 20] * 2, abs=0.3)
+
+
+def test_losses_are_means_over_the_same_steps_whatever_lines_the_journals_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # First and last step of a line, and the mean of a loss of 10 - step / 10.
+    fine, coarse = (
+        [(begin, begin + num - 1, 10 - (2 * begin + num - 1) / 20) for begin in range(0, 70, num)] for num in (5, 23)
+    )
+    monkeypatch.setattr(compare, "losses", lambda record: record)
+    found: list[dict[str, Any]] = [{}, {}]
+    # The last line of the coarse one begins after the end of the fine one, and the one before ends within a line.
+    assert compare._compare_losses([fine[:12], coarse], found) == (23, 45)  # type: ignore[list-item]
+    assert [run["loss"] for run in found] == pytest.approx([10 - 3.4] * 2, abs=0.1)
 
 
 def test_one_decision_on_a_change_does_not_make_the_error(tmp_path: Path) -> None:

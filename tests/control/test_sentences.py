@@ -61,6 +61,11 @@ def test_a_new_plan_is_one_line_in_plain_words() -> None:
     assert others == f"decided at step 12: other groups of {QSGD}; bandwidth fell from 1.00 Gbit/s to 94 Mbit/s"
     back = decision_line(decided(QSGD, "dense", made_by="guard", kind="disable", reason="12% slower; banned"))
     assert back == f"decided at step 12: dense instead of {QSGD}; predicted 600 ms per step; 12% slower"
+    # While dense ran, to be compared with.
+    stays = decision_line(
+        decided("dense", "dense", made_by="guard", kind="disable", reason="bf16 was 12% slower; banned")
+    )
+    assert stays == "decided at step 12: stays dense; predicted 600 ms per step; bf16 was 12% slower"
 
 
 def test_a_plan_is_logged_once_with_the_step_from_which_on_it_holds(

@@ -53,6 +53,9 @@ def decision_line(entry: Mapping[str, Any], codec: str | None = None, *, first_s
     if is_tried:
         return _line(f"{at}{new}", f"; measured {step_s} per step, {DENSE} {dense_s}", cause)
     head = f"{at}{new}" if new != old else f"{at}other groups of {new}"
+    if made_by == "guard" and new == old:
+        # It ran already, to be compared with what is given up.
+        head = f"{at}stays {new}"
     if new != DENSE:
         tail = f"; predicted {step_s} per step, {DENSE} {dense_s}"
     elif made_by == "policy":
