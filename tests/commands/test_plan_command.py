@@ -58,6 +58,18 @@ def write(path: Path, text: str) -> str:
     return str(path)
 
 
+def test_a_longer_period_is_chosen_where_it_is_asked_for_and_pays() -> None:
+    slow = {"bandwidth": "100mbps", "step-time": "50ms"}
+    every, eight, best = (answer(**slow, period=period) for period in ("1", "8", "auto"))
+    assert "period" not in json.dumps(every["plan"]) or every["plan"]["period"] == 1
+    assert (eight["plan"]["period"], best["plan"]["period"] > 1) == (8, True)
+    assert every["planned_ms"] > eight["planned_ms"] > best["planned_ms"] * 0.99
+    for period, hint in (("0", "period 0 is not allowed"), ("x", "'x'"), ("2000", "period 2000 is not allowed")):
+        code, output = run(period=period)
+        assert code == 2
+        assert hint in output
+
+
 def test_answer_is_a_plan_for_the_model_with_times_and_what_bounds_them() -> None:
     found = answer(workers="8", **{"ranks-per-node": "2", "step-time": "50ms"})
     plan = Plan.from_json(json.dumps(found["plan"]))

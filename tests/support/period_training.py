@@ -26,12 +26,20 @@ class PeriodTraining:
         period: int = PERIOD,
         scaler: Any = None,
         make: Callable[[], Branches] = Branches,
+        weight_check_steps: int | None = None,
         **ddp: Any,
     ) -> None:
         torch.manual_seed(0)
         self.rank = rank
         self.model = DistributedDataParallel(make(), **ddp)
-        self.attachment = cgx_ray.attach(self.model, codec="none", scheme="sra", period=period, scaler=scaler)
+        self.attachment = cgx_ray.attach(
+            self.model,
+            codec="none",
+            scheme="sra",
+            period=period,
+            scaler=scaler,
+            weight_check_steps=weight_check_steps,
+        )
 
     def backward(self, step: int) -> Tensor:
         loss: Tensor = self.model(batch(self.rank, step)).square().mean()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,36 @@ from support.ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
-from cgx_ray.errors import ConfigError
+from cgx_ray.errors import ConfigError, ReplicaError
 from cgx_ray.plan import STEPS_TOGETHER
+
+
+def _other_weights(rank: int) -> str:
+    training = PeriodTraining(rank, weight_check_steps=10)
+    optimizer = torch.optim.SGD(training.model.parameters(), lr=0.01)
+
+    def train(steps: range) -> None:
+        for number in steps:
+            optimizer.zero_grad()
+            training.backward(number)
+            optimizer.step()
+
+    end = STEPS_TOGETHER + PERIOD
+    train(range(end))
+    if rank == 1:
+        # At a round's end, as memory that returns other bits would.
+        anchors: Any = training.attachment._engine.rounds._anchor  # type: ignore[union-attr]
+        for one in (*anchors.values(), *training.model.parameters()):
+            one.detach().add_(0.1)
+    with pytest.raises(ReplicaError) as raised:
+        train(range(end, end + 40))
+    training.attachment.close()
+    return str(raised.value)
+
+
+def test_ranks_that_begin_a_round_with_other_weights_are_named() -> None:
+    for said in run_ranks(2, _other_weights):
+        assert "the weights of rank 1 differ from those of rank 0" in said
 
 
 class _NoOptimizer:
