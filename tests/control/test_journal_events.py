@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import html
 import json
 from pathlib import Path
 
 import jsonschema
+from markupsafe import escape
 from support.control_runs import journal, registration, start
 
 from cgx_ray.control.journal.lines import MAX_TEXT, Journal
@@ -35,7 +35,7 @@ def test_weights_that_drift_apart_are_written_down_each_time_they_are_twice_as_f
     record = load_run(tmp_path)
     (note,) = view_of_record(record).notes
     assert "the weights of the ranks differ by rounding, by 3e-07 of a layer's norm at step 5" in note
-    assert html.escape(note) in report_page("run", [record], Extras())
+    assert escape(note) in report_page("run", [record], Extras())
 
 
 def test_the_first_faults_are_written_down_and_all_are_counted_over_restarts(tmp_path: Path) -> None:

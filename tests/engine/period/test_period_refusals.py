@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.branches import Branches
-from support.period_training import PERIOD, PeriodTraining
+from support.branches import PERIOD, Branches, PeriodTraining
 from support.ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.branches import Branches, batch
-from support.period_training import PERIOD, PeriodTraining, are_alike
+from support.branches import PERIOD, Branches, PeriodTraining, are_alike, batch
 from support.ranks import log_lines, run_cases, run_ranks
 
 from cgx_ray.errors import CGXError

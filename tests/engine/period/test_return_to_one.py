@@ -9,8 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from support.branches import Branches, batch
-from support.period_training import are_alike
+from support.branches import Branches, are_alike, batch
 from support.ranks import run_cases
 from torch.nn.parallel import DistributedDataParallel
 
