@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cgx_ray.control.journal.facts import LinkKind
+from cgx_ray.control.journal.facts import LinkKind, link_between
 from cgx_ray.control.journal.sentences import RunTotals
 from cgx_ray.control.learned.learned_errors import LearnedErrors
 from cgx_ray.control.learned.measured import dense_groups, is_dense
@@ -67,9 +67,7 @@ class Registration:
 
     def link_kind(self, nodes: Sequence[str]) -> LinkKind:
         """Return what lies between the ranks. `nodes`: address of each rank's node; empty if unknown."""
-        if self.is_simulated:
-            return "simulated"
-        return "machine" if len({*nodes}) == 1 else "network"
+        return "simulated" if self.is_simulated else link_between(nodes)
 
     @property
     def dense_plan(self) -> Plan:

@@ -65,20 +65,22 @@ class Attachment:
         lifeline: Lifeline | None = None,
         model: nn.Module | None = None,
         control: LocalControl | None = None,
+        *,
+        is_decided: bool = False,
     ) -> None:
         """
-        groups    the engine's own process groups, which `close` destroys
-        detach    removes the model's hooks
-        lifeline  watches the ranks of the engine
-        model     has the hooks. Its end closes this, so neither this nor `detach` may keep it alive
+        groups      the engine's own process groups, which `close` destroys
+        detach      removes the model's hooks
+        lifeline    watches the ranks of the engine
+        model       has the hooks. Its end closes this, so neither this nor `detach` may keep it alive
+        is_decided  a policy decides about the plans
         """
         self._engine = engine
         self._groups = groups
         self._detach = detach
         self._lifeline = lifeline
         self.control = control
-        # True if a policy decides about the plans.
-        self.is_decided = False
+        self._is_decided = is_decided
         self.is_closed = False
         self._closing = threading.RLock()
         self._end_of_model = weakref.finalize(model, self._begin_to_close) if model is not None else None
@@ -150,7 +152,7 @@ class Attachment:
         Does nothing if nothing is exchanged. The journal of a run with a folder has no plans that are held. Raises
         ConfigError if the run has a policy that decides.
         """
-        if self.is_decided:
+        if self._is_decided:
             raise ConfigError(
                 "the policy of this run decides about its plans, so it takes none by hand; give policy 'static' to "
                 "hold plans, or limit what is decided, as by Adaptive(periods=(1,)) or Adaptive(candidates=...)"

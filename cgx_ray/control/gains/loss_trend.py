@@ -126,16 +126,21 @@ class LossTrend:
             num = self._num_before
             before = [*self._before, *self._since][-num:] if num >= MIN_LOSSES else []
             self._before = before if len(before) >= MIN_LOSSES else []
-        self._since, self._num_since, self.worse, self._keeps_before = [], 0, None, False
+        self._keeps_before = False
+        self._forget_since()
 
     def keep_before(self) -> None:
         """Judge the next options by the same losses before, for those since were worse."""
-        self._since, self._num_since, self.worse, self._keeps_before = [], 0, None, True
+        self._keeps_before = True
+        self._forget_since()
 
     def restart(self) -> None:
         """Forget all losses so far: they have another trend than those to come."""
-        self._before, self._since, self._num_since, self.worse = [], [], 0, None
-        self._keeps_before = False
+        self._before, self._keeps_before = [], False
+        self._forget_since()
+
+    def _forget_since(self) -> None:
+        self._since, self._num_since, self.worse = [], 0, None
 
 
 class _Line(NamedTuple):

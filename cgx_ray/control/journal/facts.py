@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
@@ -29,6 +29,11 @@ CauseKind = Literal[
 # What lies between the ranks: a network, nothing but the memory of one machine, or a link that is simulated.
 LinkKind = Literal["network", "machine", "simulated"]
 CAUSE_KINDS: tuple[str, ...] = get_args(CauseKind)
+
+
+def link_between(nodes: Collection[str]) -> LinkKind:
+    """Return what lies between ranks, if no link is simulated. `nodes`: address of each rank's; empty if unknown."""
+    return "machine" if len({*nodes}) == 1 else "network"
 
 
 class When(NamedTuple):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from textwrap import shorten
 from typing import Any, NamedTuple
 
+from cgx_ray.control.journal.facts import link_between
 from cgx_ray.control.policies.policy import MAX_SLOWDOWN
 from cgx_ray.plan import STEPS_TOGETHER, plan_under
 from cgx_ray.planner.fidelity import describe_loss
@@ -131,7 +132,7 @@ class RunTotals:
         """Add a line of the journal, in its order. Lines of other events change nothing."""
         if entry["event"] == "start":
             self.is_static = entry["policy"]["kind"] == "static"
-            self.link = entry.get("link") or ("machine" if len({*entry.get("nodes", ())}) == 1 else "network")
+            self.link = entry.get("link") or link_between(entry.get("nodes", ()))
             if entry["plan"].get("version", 0) <= max(self._plans, default=-1):
                 # A run without the history of the one before: its plans have the same numbers.
                 self._plans = {}

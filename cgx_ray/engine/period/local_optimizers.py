@@ -26,7 +26,8 @@ class LocalOptimizers:
 
     First moments are sums of gradients, so they are multiplied as gradients are: when rho changes, by the ratio.
 
-    rho  see `engine.period.rho`
+    rho          see `engine.period.rho`
+    has_stepped  True once an optimizer has stepped, also one that is gone by now
     """
 
     def __init__(

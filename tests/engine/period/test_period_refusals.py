@@ -1,4 +1,4 @@
-"""What is refused while ranks train alone, and with what remedy."""
+"""Refusals while ranks train alone, each with its remedy."""
 
 from __future__ import annotations
 
