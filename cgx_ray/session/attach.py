@@ -251,7 +251,7 @@ def _attach(
             make_engine = _engine_maker(model, session.first_plan if session is not None else None)
             engine, detach = make_engine(model, plan, settings, parameters, scaler, world, lifeline, groups)
             is_decided = session is not None and settings.decides
-            attachment = Attachment(engine, groups, detach, lifeline, model, control, is_decided=is_decided)
+            attachment = Attachment(engine, groups, detach, lifeline, model, control, is_decided)
             undo.callback(attachment.close)
             if process.session is not None:
                 # The state of a checkpoint may not fit the model. The engine's thread must not outlive the error.

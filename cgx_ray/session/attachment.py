@@ -65,7 +65,6 @@ class Attachment:
         lifeline: Lifeline | None = None,
         model: nn.Module | None = None,
         control: LocalControl | None = None,
-        *,
         is_decided: bool = False,
     ) -> None:
         """
