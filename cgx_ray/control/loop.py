@@ -39,7 +39,7 @@ from cgx_ray.control.journal_events import JournalEvents
 from cgx_ray.control.learned.evidence import Evidence, Verdict, verdict
 from cgx_ray.control.live_state import LiveState
 from cgx_ray.control.network.estimate import FEW
-from cgx_ray.control.policies.policy import MAX_SLOWDOWN, Decision, PlannerInput, Policy, Situation
+from cgx_ray.control.policies.policy import MAX_SLOWDOWN, Decision, Policy, Situation
 from cgx_ray.control.trial.measuring_steps import COMPARED, MeasuringSteps, codec_trial
 from cgx_ray.control.trial.tried_codecs import TriedCodecs
 from cgx_ray.control.worker_group import WorkerGroupState
@@ -125,7 +125,7 @@ class ControlLoop:
             return self.plans[-1]
         if state.decided is not None and not fits:
             at = When(registration.step, now_s, time_s)
-            asked = self._situation(state, again, state.plan, state.decided, at)
+            asked = state.situation(again, state.plan, state.decided, now_s)
             decision = self._ask(state, asked, at)
             if decision is not None:
                 self._start_journal(state, time_s)
@@ -145,7 +145,8 @@ class ControlLoop:
         if registration.is_sharded:
             self._state = TriedCodecs(plan, registration, self._policy)
         else:
-            self._state = WorkerGroupState(plan, registration, self._policy, before.gain_ratios, before.learned)
+            link = registration.link_kind(self._live.nodes)
+            self._state = WorkerGroupState(plan, registration, self._policy, link, before.gain_ratios, before.learned)
         self._progress, self._last_step = Progress(), None
         self._events.start_group()
         return self._state
@@ -322,7 +323,7 @@ class ControlLoop:
         if measuring.codec is not None:
             state.steps.learn_trial(measuring.codec, measured)
             measured = state.known()
-            asked = self._situation(state, f"{measuring.codec.describe()} is timed", measuring.home, measured, at)
+            asked = state.situation(f"{measuring.codec.describe()} is timed", measuring.home, measured, at.now_s)
             decision = self._ask(state, asked, at)
             if decision is not None and decision.kind == "replace":
                 return self._apply(state, decision, measured, at, "policy", "trial_ended", asked=asked)
@@ -365,7 +366,7 @@ class ControlLoop:
         # On another link measuring steps say nothing.
         measuring, state.measuring = state.measuring, None
         home = measuring.home if measuring is not None else state.plan
-        asked = self._situation(state, cause.text, home, measured, at)
+        asked = state.situation(cause.text, home, measured, at.now_s)
         decision = self._ask(state, asked, at)
         if measuring is not None and (decision is None or decision.kind == "keep"):
             return self._apply(state, return_home(state, measuring, cause.text), measured, at, "return", cause.kind)
@@ -392,21 +393,6 @@ class ControlLoop:
             state.bans.add(state.fallen_options(situation.planner_input.now), at.now_s)
         return decision
 
-    def _situation(self, state: WorkerGroupState, cause: str, plan: Plan, measured: Measured, at: When) -> Situation:
-        """Return the policy's input. `plan`: that in force, or the one before measuring steps."""
-        return Situation(
-            cause=cause,
-            plan=replace(plan, version=state.plan.last_version, lease=None),
-            planner_input=PlannerInput(
-                now=measured,
-                states=state.states(measured),
-                errors=state.steps.errors,
-                dense_groups=state.steps.dense_groups,
-                plan_s=state.steps.plan_s(measured, at.now_s),
-            ),
-            banned=state.bans.banned(at.now_s),
-        )
-
     def _apply(
         self,
         state: WorkerGroupState,
@@ -425,7 +411,7 @@ class ControlLoop:
         ended  as in `WorkerGroupState.apply`
         """
         old, is_planned = state.plan, made_by in ("policy", "codec_trial")
-        situation = asked or self._situation(state, decision.reason, old, measured, at)
+        situation = asked or state.situation(decision.reason, old, measured, at.now_s)
         if decision.kind == "replace":
             decision = replace(decision, plan=state.leased(decision.plan, at.step, decision.step_s))
         state.apply(decision, measured, at.now_s, is_planned=is_planned, ended=ended)

@@ -12,7 +12,7 @@ from cgx_ray.control.gains.loss_trend import LossTrend
 from cgx_ray.control.group_reports import GroupReports
 from cgx_ray.control.history import Learned, Registration
 from cgx_ray.control.joined_steps import JoinedStep
-from cgx_ray.control.journal.facts import Cause, LoopFacts
+from cgx_ray.control.journal.facts import Cause, LinkKind, LoopFacts
 from cgx_ray.control.learned.compute_slowdown import ComputeSlowdown
 from cgx_ray.control.learned.evidence import MAX_STEPS, Evidence, Verdict, verdict
 from cgx_ray.control.learned.measured import (
@@ -32,7 +32,7 @@ from cgx_ray.control.learned.measured import (
 from cgx_ray.control.network.changes import SETTLE_S, ComputeChanges, network_cause
 from cgx_ray.control.network.estimate import FEW, HICCUP_S, NOISE, OBVIOUS
 from cgx_ray.control.network.recent_links import RecentLinks
-from cgx_ray.control.policies.policy import MAX_SLOWDOWN, REVIEW_S, Decision, Policy
+from cgx_ray.control.policies.policy import MAX_SLOWDOWN, REVIEW_S, Decision, PlannerInput, Policy, Situation
 from cgx_ray.control.trial.bans import Bans
 from cgx_ray.control.trial.measuring_steps import MeasuringSteps
 from cgx_ray.control.trial.outcome import PendingOutcome, PlanRecord
@@ -65,11 +65,13 @@ class WorkerGroupState(GroupReports):
         plan: Plan,
         registration: Registration,
         policy: Policy,
+        link: LinkKind,
         gain_ratios: Mapping[str, float],
         learned: Learned | None,
     ) -> None:
         """
         policy                knows which errors by layer it needs, and how it is bound by them
+        link                  what lies between the ranks
         gain_ratios, learned  in earlier worker groups, of any size; see `GainWatch`
         """
         super().__init__(registration.layers, plan.world_size)
@@ -89,7 +91,7 @@ class WorkerGroupState(GroupReports):
         self.losses = KnownLosses(self.layers, bits_of(option.codec for option in policy.options), self._codec)
         self._max_error, self._max_period = policy.max_error, policy.max_period
         self._bits = bits_by_layer(plan, self._codec)
-        self._registration, self._changes = registration, ComputeChanges()
+        self._registration, self._link, self._changes = registration, link, ComputeChanges()
         # Without them nothing is decided. A plan that stays is compared with dense only.
         self._needs_gains = policy.decides
         # The newest steps, and their number since the link was last forgotten.
@@ -240,13 +242,14 @@ class WorkerGroupState(GroupReports):
         ratio = outcome.step_s / self._predicted_s
         self._prediction_error = ratio - 1
         if not 1 / NOISE < ratio < NOISE:
-            text = f"a step took {format_seconds(outcome.step_s)}, predicted {format_seconds(self._predicted_s)}"
+            took, predicted = format_seconds(outcome.step_s), format_seconds(self._predicted_s)
+            text = f"steps took {took} instead of the predicted {predicted}"
             self._news = Cause("prediction", text)
 
     def _learn_and_compare(self, now_s: float) -> None:
         self.learn(now_s)
         if (step_s := self.steps.beaten_s(self.known(), now_s)) is not None:
-            self._news = Cause("prediction", f"a step took {format_seconds(step_s)}, longer than with a plan before")
+            self._news = Cause("prediction", f"steps took {format_seconds(step_s)}, longer than with a plan before")
 
     def slowdown(self) -> Evidence | None:
         """Return the logarithm of the plan's measured seconds per progress over dense; None before FEW steps.
@@ -286,6 +289,22 @@ class WorkerGroupState(GroupReports):
         if (text := self.gains.cause(self.decided.gain) or period_cause(self.decided, measured, self.plan)) is not None:
             return Cause("gain", text)
         return Cause("review", "regular review") if now_s >= self._decision_s + review_s else None
+
+    def situation(self, cause: str, plan: Plan, measured: Measured, now_s: float) -> Situation:
+        """Return the policy's input at `now_s`. `plan`: that in force, or the one before measuring steps."""
+        return Situation(
+            cause=cause,
+            plan=replace(plan, version=self.plan.last_version, lease=None),
+            link=self._link,
+            planner_input=PlannerInput(
+                now=measured,
+                states=self.states(measured),
+                errors=self.steps.errors,
+                dense_groups=self.steps.dense_groups,
+                plan_s=self.steps.plan_s(measured, now_s),
+            ),
+            banned=self.bans.banned(now_s),
+        )
 
     def _link_cause(self, decided: Link, measured: Measured, now_s: float) -> str | None:
         """Return in words how the link differs from the one that was planned for, or None.

@@ -58,7 +58,8 @@ def test_a_new_plan_is_one_line_in_plain_words() -> None:
     line = f"decided at step 12: {QSGD}; predicted 600 ms per step; bandwidth fell from 1.00 Gbit/s to 94 Mbit/s"
     assert decision_line(decided("dense", QSGD)) == line
     others = decision_line(decided(QSGD, QSGD))
-    assert others == f"decided at step 12: other groups of {QSGD}; bandwidth fell from 1.00 Gbit/s to 94 Mbit/s"
+    bandwidth = "bandwidth fell from 1.00 Gbit/s to 94 Mbit/s"
+    assert others == f"decided at step 12: other groups of {QSGD}; predicted 600 ms; {bandwidth}"
     back = decision_line(decided(QSGD, "dense", made_by="guard", kind="disable", reason="12% slower; banned"))
     assert back == f"decided at step 12: dense instead of {QSGD}; predicted 600 ms per step; 12% slower"
     # While dense ran, to be compared with.
@@ -144,7 +145,7 @@ def test_a_verdict_on_a_network_without_dense_steps_says_that_it_is_predicted() 
 
 
 def test_a_plan_that_no_reported_step_had_is_named_as_decided() -> None:
-    late = f"{QSGD} decided at step 12, which no reported step had yet"
+    late = f"{QSGD}, decided at step 12, came after the last reported step"
     run = totals(started(), progress(0, 13, 1.8, 1.0), decided("dense", QSGD))
     assert run.verdict() == f"dense 100 % of the time: {late}"
     assert f"; dense from the first step on; {late}" in run.verdict(beside=(0.5, 2.0))

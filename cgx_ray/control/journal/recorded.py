@@ -28,6 +28,7 @@ def situation_fields(situation: Situation) -> dict[str, Any]:
     links = [_link_fields(measured.network.between) for measured in planner_input.states]
     return {
         "cause": situation.cause,
+        "link": situation.link,
         "groups": group_fields(situation.plan.groups, now.layers),
         "dense_groups": group_fields(planner_input.dense_groups, now.layers),
         "version": situation.plan.version,
@@ -132,6 +133,7 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
     return Situation(
         cause=fields["cause"],
         plan=plan,
+        link=fields.get("link", "network"),
         planner_input=PlannerInput(
             now=now,
             states=[replace(now, network=replace(between, between=link)) for link in links] or [now],

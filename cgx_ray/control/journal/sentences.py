@@ -72,7 +72,8 @@ def decision_line(entry: Mapping[str, Any], codec: str | None = None, *, first_s
 
 def _line(head: str, tail: str = "", cause: str = "") -> str:
     """Join the parts. The tail gives way to a cause that has no room else, from its end."""
-    for kept in (tail, tail.rpartition(", ")[0], "") if cause else ():
+    first = tail.partition(", ")[0]
+    for kept in (tail, first, first.removesuffix(" per step"), "") if cause else ():
         said = f"{head}{kept}{'; ' if tail else ': '}{cause}"
         if len(said) <= MAX_LINE:
             return said
@@ -244,7 +245,7 @@ class RunTotals:
         if self._decided is None or self._decided[1] == self.plan:
             return ""
         _, plan, step = self._decided
-        return f"{plan} decided at step {step}, which no reported step had yet"
+        return f"{plan}, decided at step {step}, came after the last reported step"
 
     @property
     def _compute_share(self) -> float:
@@ -253,7 +254,9 @@ class RunTotals:
     def _dense_verdict(self) -> str:
         compute = self._compute_share
         why = "no other plan promised enough"
-        if compute >= MOSTLY:
+        if self.link == "machine" and not self.is_static:
+            why = "all ranks are on one machine; on a network, or with simulated_link, compression may pay"
+        elif compute >= MOSTLY:
             why = "compute bounds your steps, compression would not pay here"
         elif late := self._decided_late:
             why = late

@@ -13,6 +13,8 @@ On a network that changes too fast to follow, a score is the mean over the recen
 Gains are noisy, so options in force may have MIN_IMPROVEMENT more error than `min_gain` allows, and others must have as
 much less.
 
+Dense stays where the ranks share one machine and its processors hold the gradients. Codecs would take what they save.
+
 Dense means the sums of plain DDP. Hierarchical dense sums are an option like any other. If a node has one rank, or all
 ranks share memory, hierarchical options equal flat ones, so the planner leaves them out.
 """
@@ -63,6 +65,9 @@ BY_HAND = (
     (CodecSpec.parse("qsgd:bits=4"), Scheme.SRA),
     (CodecSpec.parse("qsgd:bits=4"), Scheme.ALLGATHER),
 )
+
+# Why nothing but dense is tried.
+IN_MEMORY = "all ranks are on one machine, where its memory is faster than codecs"
 
 
 @names_arguments
@@ -147,6 +152,8 @@ class Adaptive(Policy):
 
     def decide(self, situation: Situation) -> Decision:
         cause, planner_input = situation.cause, situation.planner_input
+        if self._stays_dense(situation):
+            return situation.decision(situation.current(), f"{cause}: {IN_MEMORY}")
         hopeful = self._with_hopes(situation)
         found, current = self._best(hopeful, ran=planner_input.plan_s.keys()), situation.current()
         best, reason = found.best, f"{cause}: {_describe_best(found, planner_input)}"
@@ -158,6 +165,11 @@ class Adaptive(Policy):
         elif best.groups in hopeful.planner_input.plan_s.keys() - planner_input.plan_s.keys():
             reason = f"{reason}; tried alone once, as only mixtures with it ran"
         return situation.decision(best, reason, dense=found.dense)
+
+    def _stays_dense(self, situation: Situation) -> bool:
+        """Return whether the plan in force is dense and no codec can help: differences would be noise."""
+        groups = groups_of(situation.plan, situation.planner_input.now.layers)
+        return situation.is_in_memory and all(group.is_fixed or group.option == DENSE for group in groups)
 
     def _best(self, situation: Situation, ran: Set[tuple[PlannedGroup, ...]]) -> BestPlan:
         """Return the best plan. One that is not in `ran` must promise MIN_IMPROVEMENT over each that is."""
@@ -300,7 +312,7 @@ class Adaptive(Policy):
         """
         planner_input, errors = situation.planner_input, situation.planner_input.errors
         measured = planner_input.now
-        if measured.encodes_on == "device":
+        if measured.encodes_on == "device" or self._stays_dense(situation):
             return None
         allowed = self._allowed(situation)
         codecs = {option.codec for option in allowed} - {NONE}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from statistics import geometric_mean, harmonic_mean
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from cgx_ray.control.journal.facts import LinkKind
 from cgx_ray.control.learned.learned_errors import LearnedErrors
 from cgx_ray.errors import ConfigError, PlanError, names_arguments, unknown
 from cgx_ray.plan import (
@@ -40,6 +41,9 @@ REVIEW_S = 60.0
 MAX_SLOWDOWN = 1.03
 # Least improvement of the score, as a fraction, that a change of plan must promise: noise would flip plans otherwise.
 MIN_IMPROVEMENT = 0.05
+# Gbit/s of the slowest link that may be a machine's memory: busy processors copy 4 Gbit/s through it, idle ones 40. A
+# slower one was limited on purpose.
+MEMORY_GBPS = 2.0
 DecisionKind = Literal["keep", "replace", "disable"]
 
 
@@ -172,6 +176,7 @@ class Situation:
     cause          the reason for asking now, in words
     plan           in force
     planner_input  measurements, and the errors learned so far
+    link           what lies between the ranks
     banned         flat options whose gain fell or that cost loss; the hierarchical ones with the same codec and scheme
                    are banned too
     """
@@ -179,7 +184,15 @@ class Situation:
     cause: str
     plan: Plan
     planner_input: PlannerInput
+    link: LinkKind = "network"
     banned: frozenset[Option] = field(default_factory=frozenset)
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether gradients cross nothing but the memory of one machine, and its processors hold them."""
+        now = self.planner_input.now
+        is_fast = now.network.between.bandwidth_gbps >= MEMORY_GBPS
+        return self.link == "machine" and is_fast and now.encodes_on != "device"
 
     def allowed(self, options: Iterable[Option]) -> tuple[Option, ...]:
         """Return those of `options` that are not banned."""
