@@ -303,8 +303,8 @@ class _KeptLoop:
             self.loop.resume()
         elif start.history is None and start.journal_path.exists():
             logger.warning(
-                "%s is of an earlier run, and this one adds its lines to it: report counts both as one run, so give "
-                "each run its own folder or name",
+                "%s is of an earlier run, and this one adds its lines to it: report counts both as one run, which is "
+                "right for a training that was resumed; give any other its own folder or name",
                 start.journal_path,
             )
 

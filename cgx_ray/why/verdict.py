@@ -94,7 +94,7 @@ def _sentence(parts: StepParts, bound: Bound, costs: Sequence[StepCost]) -> str:
         share = min(1.0, parts.compute_s / parts.step_s)
         return (
             f"Your step takes {step}, and {share:.0%} of it computes: the network, a slow rank or input each cost less "
-            f"than {BOUND_SHARE:.0%}. Nothing to mend there, and nothing to compress."
+            f"than {BOUND_SHARE:.0%}. Nothing large to mend there, and nothing to compress."
         )
     waits_s = parts.network_s if bound is Bound.NETWORK else top.seconds
     rest_s = parts.step_s - parts.compute_s - waits_s

@@ -116,3 +116,10 @@ def test_files_that_are_no_model_are_refused(tmp_path: Path, text: str, message:
 def test_an_unknown_model_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"unknown model 'resnet34'; did you mean 'resnet[0-9]+'\? known: alexnet"):
         load_model("resnet34")
+
+
+def test_a_script_is_told_how_its_model_is_described(tmp_path: Path) -> None:
+    script = tmp_path / "gpt.py"
+    script.write_text("import torch\n")
+    with pytest.raises(ConfigError, match=r"gpt.py is Python; `cgx-ray profile-model .*gpt.py:FUNCTION` makes"):
+        load_model(script)

@@ -41,7 +41,7 @@ def test_a_healthy_training_is_told_that_it_is(tmp_path: Path) -> None:
     with Lab(2, rate_bit_per_s=1e9) as lab:
         found = ask_why(lab, tmp_path, "--megabytes", "1", "--compute-s", "0.4", num_steps=12)
     assert (found["exit_status"], found["bound"]) == (0, "nothing"), found["sentence"]
-    assert "Nothing to mend there, and nothing to compress." in found["sentence"]
+    assert "Nothing large to mend there, and nothing to compress." in found["sentence"]
     assert found["compression"]["plan"] == ""
 
 

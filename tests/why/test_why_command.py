@@ -126,7 +126,7 @@ def test_ctrl_c_ends_the_script_and_reports_what_was_seen(tmp_path: Path) -> Non
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "Nothing to mend there" in said
+    assert "Nothing large to mend there" in said
 
 
 def test_ctrl_c_while_the_script_starts_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

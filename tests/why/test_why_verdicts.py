@@ -21,7 +21,7 @@ SLOW = {"bytes_per_s": 11.7e6, "busy_s": 9.0, "sent_bytes": 100_000_000}
 def test_a_healthy_training_is_called_healthy_and_is_sold_no_compression() -> None:
     verdict = verdict_of(training())
     assert (verdict.bound, verdict.exit_status) == (Bound.NOTHING, 0)
-    assert "Nothing to mend there, and nothing to compress." in verdict.sentence
+    assert "Nothing large to mend there, and nothing to compress." in verdict.sentence
     assert verdict.costs == ()
     assert verdict.hints == ()
     assert verdict.compression is not None

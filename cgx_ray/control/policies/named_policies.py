@@ -13,7 +13,7 @@ from typing import Any
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.paper_policies import ByteComp, Cgx, Cupcake, Flexible
 from cgx_ray.control.policies.policy import Policy, Static, as_codec
-from cgx_ray.errors import ConfigError, unknown
+from cgx_ray.errors import ConfigError, nearest, unknown
 from cgx_ray.installed import load, offered, package_of
 
 OWN: Mapping[str, type[Policy]] = {
@@ -63,10 +63,12 @@ def _named_policy(name: str, given: Mapping[str, Any]) -> Policy:
         if argument == "codec":
             as_codec(value)  # raises for a wrong name first
         if argument not in allowed:
+            near = nearest(argument, allowed)
             takers = " or ".join(repr(other) for other in OWN if argument in _arguments(OWN[other]))
             raise ConfigError(
                 f"{argument} {value!r} is not allowed with policy {name!r}, which takes "
-                f"{', '.join(allowed) or 'no argument'}; leave it out, or give policy={takers}"
+                f"{', '.join(allowed) or 'no argument'}; {f'did you mean {near!r}? Else ' if near else ''}"
+                f"leave it out, or give policy={takers}"
             )
     return _make(cls, given)
 

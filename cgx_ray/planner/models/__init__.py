@@ -80,17 +80,26 @@ class ModelDescription:
         return (first + compute_s / 3, *others)
 
 
+def _file_of(name: str | Path) -> Path:
+    path = _FOLDER / f"{name}.csv" if name in MODEL_NAMES else Path(name)
+    if not path.is_file():
+        raise ConfigError(
+            f"{unknown('model', str(name), MODEL_NAMES)}; or give a CSV file, as `cgx-ray profile-model` writes them"
+        )
+    if path.suffix == ".py":
+        raise ConfigError(
+            f"{path} is Python; `cgx-ray profile-model {path}:FUNCTION` makes a file of the model that FUNCTION returns"
+        )
+    return path
+
+
 def load_model(name: str | Path) -> ModelDescription:
     """Read a model of `MODEL_NAMES`, or a CSV file.
 
     Its columns are name, shape (`"64x3x7x7"`), forward_macs or ready_s, and dtype unless that is float32. Raises
     ConfigError if there is no such file, it is not text, or a line is not of this form.
     """
-    path = _FOLDER / f"{name}.csv" if name in MODEL_NAMES else Path(name)
-    if not path.is_file():
-        raise ConfigError(
-            f"{unknown('model', str(name), MODEL_NAMES)}; or give a CSV file, as `cgx-ray profile-model` writes them"
-        )
+    path = _file_of(name)
     layers, macs, ready_s = [], [], []
     line_of: dict[str, int] = {}
     rows = read_table(path)
