@@ -216,6 +216,13 @@ def test_a_plan_is_since_the_first_step_under_it_not_since_its_decision() -> Non
     # The lease of the plan has ended, and ranks have returned to its fallback.
     run.add_line(progress(2, 5, 1.0, 1.0, step=84))
     assert (run.plan, run.since) == ("dense", 80)
+    # Dense on trial as plan 1, which then stays, as plan 3.
+    tried = decided(QSGD, "dense", made_by="dense_trial"), progress(1, 9, 1.0, 1.0, step=49)
+    run = totals(started(QSGD), progress(0, 40, 0.4, 2.5, step=40), *tried)
+    assert (run.plan, run.since) == (QSGD, 0)
+    run.add_line(decided("dense", "dense", made_by="guard", kind="disable", step=49))
+    run.add_line(progress(3, 30, 1.0, 1.0, step=79))
+    assert (run.plan, run.since) == ("dense", 50)
 
 
 def test_trials_and_their_fallback_are_no_new_plan() -> None:

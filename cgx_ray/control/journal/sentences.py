@@ -143,16 +143,18 @@ class RunTotals:
         elif entry["event"] == "decision":
             self._take_plan(entry["old"])
             is_trial = entry.get("made_by") in TRIALS
-            self._take_plan(entry["new"], is_trial=is_trial)
-            if entry["kind"] != "keep" and not is_trial:
+            is_decided = entry["kind"] != "keep" and not is_trial
+            self._take_plan(entry["new"], is_trial=is_trial, is_decided=is_decided)
+            if is_decided:
                 self._decided = entry["new"].get("version", 0), entry["new"]["plan"], entry["step"]
         elif entry["event"] == "progress" and entry["num_steps"] and entry["step_s"] > 0:
             self._add_progress(entry)
 
-    def _take_plan(self, plan: Mapping[str, Any], *, is_trial: bool = False) -> None:
-        if "version" in plan:
+    def _take_plan(self, plan: Mapping[str, Any], *, is_trial: bool = False, is_decided: bool = False) -> None:
+        # A plan on trial may be the one that is decided on.
+        if "version" in plan and (is_decided or plan["version"] not in self._plans):
             new = _InForce(plan["plan"], plan.get("expected_loss"), "expected_loss" in plan, is_trial)
-            self._plans.setdefault(plan["version"], new)
+            self._plans[plan["version"]] = new
 
     def add_version(self, step: int, version: int) -> _InForce | None:
         """Take in that the ranks had the plan of this `version` from `step` on, and return the plan."""
