@@ -4,10 +4,10 @@ Steps have the gradients of a real model, and backward sleeps, as in `bench step
 model on one network. All ways take turns in every round, so ratios within a cell compare like with like.
 
 **Ways.** Plain DDP, torch's hooks and its local SGD; GRACE's pattern (`step.grace`); codecs of ours fused and chosen by
-the rules of published systems (`shared.paper_plans`); each static option of ours; and "joint", the planner's plan for
-the network as it was set, of codecs that keep dense's loss within 1 %. That is what policy "adaptive" reaches once it
-has decided; real adaptive trainings are what `bench adapt --lab` measures. Limits are a step that exchanges nothing,
-and for each way a link that is always busy with its bytes.
+the rules of published systems (`shared.paper_plans`); each static option of ours; and "joint", the first plan that
+policy "adaptive" decides on, with codecs that keep dense's loss within 1 % on the network as it was set. Real adaptive
+trainings are what `bench adapt --lab` measures. Limits are a step that exchanges nothing, and for each way a link that
+is always busy with its bytes.
 
 **Divisor.** Some cells exchange dense gradients for minutes. There, layers have f times fewer elements, buckets and
 groups are f times smaller, and backward and latency f times shorter, so that DDP's exchange takes 1.5 s at most. At the

@@ -12,23 +12,24 @@ from bench.shared.paper_plans import (
     layer_wise_groups,
 )
 from bench.step.workload import GAINS
+from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.paper_policies import ByteComp, Cupcake, Flexible
-from cgx_ray.plan import DEFAULT_GROUP_BYTES, FIRST_GROUP_BYTES, NONE, CodecSpec, Plan, Scheme, make_plan
+from cgx_ray.control.policies.policy import PlannerInput, Situation
+from cgx_ray.plan import DEFAULT_GROUP_BYTES, FIRST_GROUP_BYTES, Plan, Scheme, make_plan
 from cgx_ray.planner.bits import QSGD
-from cgx_ray.planner.candidates import codec_options
-from cgx_ray.planner.fidelity import USUAL_MIN_GAIN
-from cgx_ray.planner.joint import best_plan
 from cgx_ray.planner.papers.cgx import layer_bits
 from cgx_ray.planner.papers.flexible import choose
-from cgx_ray.planner.planned_group import PlannedGroup
+from cgx_ray.planner.planned_group import PlannedGroup, groups_of
 from cgx_ray.planner.prediction import Measured, predict
 from cgx_ray.planner.scenario import TYPICAL_GAINS
 
 
 def _joint_groups(measured: Measured) -> tuple[PlannedGroup, ...]:
-    """Return the best plan over all schemes and over the codecs that a run and `cgx-ray plan` consider by default."""
-    codecs = (NONE, *map(CodecSpec.parse, GAINS))
-    return best_plan(measured, codec_options(codecs), min_gain=USUAL_MIN_GAIN).best.groups
+    """Return what policy "adaptive" chooses in a run with these measurements."""
+    first = make_plan(measured.layers, version=0, world_size=measured.network.num_workers)
+    known = PlannerInput(now=measured, states=[measured])
+    chosen = Adaptive().decide(Situation(cause="first measurements", plan=first, planner_input=known))
+    return groups_of(chosen.plan, measured.layers)
 
 
 _GROUPS: Mapping[str, Callable[[Measured], tuple[PlannedGroup, ...]]] = {
