@@ -22,10 +22,11 @@ from bench.shared.simulated_cluster import WORLD, ClusterState, SimulatedCluster
 from cgx_ray.control.history import Registration
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.policies.adaptive import BY_HAND, Adaptive
+from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.plan import make_plan
+from cgx_ray.planner.by_hand import BY_HAND
 from cgx_ray.planner.fidelity import Fidelity
 from cgx_ray.planner.joint import best_plan
 from cgx_ray.planner.planned_group import PlannedGroup, groups_of

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, cast
 
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import BUILT_IN, MAX_INDEXED_NUMEL, MAX_PAYLOAD_BYTES, NONE, CodecSpec
+from cgx_ray.planner.by_hand import unless_by_hand
 from cgx_ray.planner.candidates import CodecCosts, codec_options
 from cgx_ray.planner.cost import Link, Network, check_positive
 from cgx_ray.planner.engine_cost import HOST_ENGINE, EngineCost
@@ -18,7 +19,7 @@ from cgx_ray.planner.fidelity import Fidelity, codecs_of
 from cgx_ray.planner.joint import BestPlan, best_plan, best_round
 from cgx_ray.planner.models import ModelDescription
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
-from cgx_ray.planner.prediction import Measured
+from cgx_ray.planner.prediction import Measured, predict
 from cgx_ray.units import format_seconds, parse_count, parse_rate, parse_seconds
 
 # Smallest share of the step that a plan must save. Less is within the error of the cost model, and dense is simpler.
@@ -77,7 +78,9 @@ class Scenario:
             gain={str(codec): gain for codec, gain in zip(codecs, self.gain.values(), strict=True)},
         )
         options = codec_options((NONE, *codecs))
+        usable = [option for option in options if (measured.efficiency(option) or 0.0) >= self.min_gain]
         answer = best_plan(measured, options, min_gain=self.min_gain)
+        answer = unless_by_hand(answer, measured, usable, lambda groups: predict(measured, groups).score)
         alone = [one for one in self.periods if one > 1]
         rounds = [best_round(measured, options, one, min_gain=self.min_gain) for one in alone]
         best = min([answer.best] * (1 in self.periods) + rounds, key=lambda step: step.score)

@@ -41,7 +41,8 @@ from cgx_ray.control.policies.policy import (
     options_from,
 )
 from cgx_ray.errors import ConfigError, names_arguments
-from cgx_ray.plan import DENSE, NONE, CodecSpec, Given, Option, Scheme, make_plan
+from cgx_ray.plan import DENSE, NONE, CodecSpec, Given, Option
+from cgx_ray.planner.by_hand import plans_by_hand, unless_by_hand, with_best
 from cgx_ray.planner.candidates import FREE, offloaded
 from cgx_ray.planner.fidelity import (
     PERIODS,
@@ -56,15 +57,6 @@ from cgx_ray.planner.joint import BestPlan, best_plan
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.planner.planned_group import PlannedGroup, groups_of, period_of
 from cgx_ray.planner.prediction import Prediction, predict
-
-# Codecs and schemes of the plans that users write by hand. Each, with every `intra` and device, is compared with the
-# best plan.
-BY_HAND = (
-    (CodecSpec.parse("bf16"), Scheme.ALLREDUCE),
-    (CodecSpec.parse("qsgd:bits=3"), Scheme.SRA),
-    (CodecSpec.parse("qsgd:bits=4"), Scheme.SRA),
-    (CodecSpec.parse("qsgd:bits=4"), Scheme.ALLGATHER),
-)
 
 # Why nothing but dense is tried.
 IN_MEMORY = "all ranks are on one machine, where its memory is faster than codecs"
@@ -175,7 +167,7 @@ class Adaptive(Policy):
         """Return the best plan. One that is not in `ran` must promise MIN_IMPROVEMENT over each that is."""
         planner_input, allowed = situation.planner_input, self._allowed(situation)
         found = self._with_rounds(planner_input, allowed, self._best_predicted(situation, allowed))
-        usable = {DENSE, *(option for option in allowed if self._keeps_enough(option, planner_input))}
+        usable = {DENSE, *self._usable(planner_input, allowed)}
         measured = [
             groups
             for groups in ran
@@ -185,7 +177,7 @@ class Adaptive(Policy):
         if not measured:
             return found
         best = min(measured, key=planner_input.score)
-        return _with_best(found, best, planner_input, promised=MIN_IMPROVEMENT)
+        return with_best(found, best, planner_input.now, planner_input.score, promised=MIN_IMPROVEMENT)
 
     def _may_have(self, period: int, planner_input: PlannerInput) -> bool:
         return period in (1, *self._periods) and period <= planner_input.now.max_period
@@ -211,42 +203,17 @@ class Adaptive(Policy):
         if not found_groups:
             return found
         best = min(found_groups, key=planner_input.score)
-        return _with_best(found, best, planner_input, promised=-MIN_IMPROVEMENT)
+        return with_best(found, best, planner_input.now, planner_input.score, promised=-MIN_IMPROVEMENT)
 
     def _best_predicted(self, situation: Situation, allowed: Sequence[Option]) -> BestPlan:
-        """Return the best plan by prediction. One with several options must promise MIN_IMPROVEMENT over BY_HAND.
-
-        A mixture rests on more predictions than a plan with one option, and is harder to understand.
-        """
+        """Return the best plan by prediction. A mixture must beat what one would write by hand."""
         planner_input = situation.planner_input
-        found, layers = planner_input.best(allowed, self._least_gain), planner_input.now.layers
-        by_hand = self._plans_by_hand(situation, allowed)
-        if not by_hand:
-            return found
-        best = min(by_hand, key=planner_input.score)
-        small = {layer.name for layer in layers if layer.is_small}
-        is_mixed = len({group.option for group in found.best.groups if not small.issuperset(group.layers)}) > 1
-        return _with_best(found, best, planner_input, promised=MIN_IMPROVEMENT if is_mixed else -MIN_IMPROVEMENT)
+        found, usable = planner_input.best(allowed, self._least_gain), self._usable(planner_input, allowed)
+        return unless_by_hand(found, planner_input.now, usable, planner_input.score)
 
-    def _plans_by_hand(self, situation: Situation, allowed: Sequence[Option]) -> list[tuple[PlannedGroup, ...]]:
-        """Return the groups of the plans of BY_HAND; none if a user has fixed the options of some layers."""
-        planner_input, num_ranks = situation.planner_input, situation.plan.world_size
-        layers, found = planner_input.now.layers, []
-        if planner_input.now.fixed:
-            return []
-        for option in allowed:
-            if (option.codec, option.scheme) in BY_HAND and self._keeps_enough(option, planner_input):
-                plan = make_plan(
-                    layers,
-                    version=0,
-                    world_size=num_ranks,
-                    codec=option.codec,
-                    scheme=option.scheme,
-                    intra=option.intra,
-                    device=option.device,
-                )
-                found.append(groups_of(plan, layers))
-        return found
+    def _usable(self, planner_input: PlannerInput, allowed: Sequence[Option]) -> list[Option]:
+        """Return those of `allowed` that keep enough."""
+        return [option for option in allowed if self._keeps_enough(option, planner_input)]
 
     def _with_hopes(self, situation: Situation) -> Situation:
         """Return `situation` with the seconds that are hoped of plans by hand.
@@ -261,7 +228,7 @@ class Adaptive(Policy):
         allowed = [option for option in self._allowed(situation) if option.codec in in_doubt]
         hoped = {
             groups: min(planner_input.hoped_s(groups), planner_input.step_s(predict(planner_input.now, groups)))
-            for groups in self._plans_by_hand(situation, allowed)
+            for groups in plans_by_hand(planner_input.now, self._usable(planner_input, allowed))
         }
         return replace(situation, planner_input=replace(planner_input, plan_s={**hoped, **planner_input.plan_s}))
 
@@ -323,17 +290,6 @@ class Adaptive(Policy):
             return None
         slowed = set(map(str, untimed))
         return next((option.codec for option in best.options if measured.cost_name(option) in slowed), None)
-
-
-def _with_best(
-    found: BestPlan, other: Sequence[PlannedGroup], planner_input: PlannerInput, *, promised: float
-) -> BestPlan:
-    """Return `found` if its best plan saves the share `promised` of the score of `other`, else with `other` as best."""
-    score, other_score = planner_input.score(found.best.groups), planner_input.score(other)
-    if score <= (1 - promised) * other_score:
-        return found
-    gap = max(0.0, 1 - (1 - found.gap) * score / other_score)
-    return replace(found, best=predict(planner_input.now, other), gap=gap)
 
 
 def _describe_best(found: BestPlan, planner_input: PlannerInput) -> str:

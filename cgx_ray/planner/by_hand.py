@@ -1,0 +1,80 @@
+"""Plans that a user would write by hand, which a mixture of options must clearly beat.
+
+A mixture rests on more predictions than a plan with one option, and is harder to understand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from cgx_ray.plan import CodecSpec, Option, Scheme, make_plan
+from cgx_ray.planner.joint import BestPlan
+from cgx_ray.planner.planned_group import PlannedGroup, groups_of
+from cgx_ray.planner.prediction import Measured, predict
+
+# Codecs and schemes. Each is tried with every `intra` and device.
+BY_HAND = (
+    (CodecSpec.parse("bf16"), Scheme.ALLREDUCE),
+    (CodecSpec.parse("qsgd:bits=3"), Scheme.SRA),
+    (CodecSpec.parse("qsgd:bits=4"), Scheme.SRA),
+    (CodecSpec.parse("qsgd:bits=4"), Scheme.ALLGATHER),
+)
+# Share of the score that a mixture must save.
+MIXED_SAVING = 0.05
+
+
+def plans_by_hand(measured: Measured, options: Iterable[Option]) -> list[tuple[PlannedGroup, ...]]:
+    """Return the groups of the plans of BY_HAND with those of `options`; none if some layers have fixed options."""
+    layers, found = measured.layers, []
+    for option in options if not measured.fixed else ():
+        if (option.codec, option.scheme) in BY_HAND:
+            plan = make_plan(
+                layers,
+                version=0,
+                world_size=measured.network.num_workers,
+                codec=option.codec,
+                scheme=option.scheme,
+                intra=option.intra,
+                device=option.device,
+            )
+            found.append(groups_of(plan, layers))
+    return found
+
+
+def unless_by_hand(
+    found: BestPlan,
+    measured: Measured,
+    options: Iterable[Option],
+    score: Callable[[Sequence[PlannedGroup]], float],
+) -> BestPlan:
+    """Return `found` unless its best plan is a mixture that saves less than MIXED_SAVING over plans by hand.
+
+    A plan with one option only has to be no worse than them by that share.
+
+    options  of plans by hand that may be taken
+    score    of the groups of a plan, smaller is better
+    """
+    by_hand = plans_by_hand(measured, options)
+    if not by_hand:
+        return found
+    small = {layer.name for layer in measured.layers if layer.is_small}
+    is_mixed = len({group.option for group in found.best.groups if not small.issuperset(group.layers)}) > 1
+    promised = MIXED_SAVING if is_mixed else -MIXED_SAVING
+    return with_best(found, min(by_hand, key=score), measured, score, promised=promised)
+
+
+def with_best(
+    found: BestPlan,
+    other: Sequence[PlannedGroup],
+    measured: Measured,
+    score: Callable[[Sequence[PlannedGroup]], float],
+    *,
+    promised: float,
+) -> BestPlan:
+    """Return `found` if its best plan saves the share `promised` of the score of `other`, else with `other` as best."""
+    own, others = score(found.best.groups), score(other)
+    if own <= (1 - promised) * others:
+        return found
+    gap = max(0.0, 1 - (1 - found.gap) * own / others)
+    return replace(found, best=predict(measured, other), gap=gap)

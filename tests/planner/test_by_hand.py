@@ -1,0 +1,108 @@
+"""Plans by hand: a mixture must beat them clearly, in `cgx-ray plan` as in a run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+
+from cgx_ray.control.policies.adaptive import Adaptive
+from cgx_ray.control.policies.policy import PlannerInput, Situation
+from cgx_ray.plan import DENSE, CodecSpec, Option, Scheme, make_plan
+from cgx_ray.planner.by_hand import BY_HAND, MIXED_SAVING, plans_by_hand, unless_by_hand
+from cgx_ray.planner.candidates import codec_options
+from cgx_ray.planner.cost import Link, Network
+from cgx_ray.planner.joint import BestPlan
+from cgx_ray.planner.models import load_model
+from cgx_ray.planner.planned_group import PlannedGroup, groups_of
+from cgx_ray.planner.prediction import Measured, predict
+from cgx_ray.planner.profile import load_profile
+from cgx_ray.planner.scenario import MIN_SAVING, TYPICAL_PROFILE, Scenario, typical_gains
+
+MODEL = load_model("resnet50")
+QSGD, BF16 = CodecSpec.parse("qsgd:bits=4"), CodecSpec.parse("bf16")
+OPTIONS = codec_options((QSGD, BF16))
+
+
+def scenario(gbps: float, latency_ms: float) -> Scenario:
+    return Scenario(
+        model=MODEL,
+        network=Network.flat(4, Link.from_rates(bandwidth_gbps=gbps, latency_ms=latency_ms)),
+        compute_s=0.1,
+        codec_costs=load_profile(TYPICAL_PROFILE).codec_costs,
+        gain=typical_gains(),
+        min_gain=0.8,
+    )
+
+
+def measured() -> Measured:
+    asked = scenario(1.0, 1.0)
+    return Measured(
+        layers=MODEL.layers,
+        backward_s=MODEL.step_s(0.1),
+        network=asked.network,
+        codec_costs=asked.codec_costs,
+        gain=asked.gain,
+    )
+
+
+@pytest.mark.parametrize("gbps", [0.05, 0.2, 1.0, 5.0])
+@pytest.mark.parametrize("latency_ms", [0.1, 10.0])
+def test_plan_and_run_choose_alike(gbps: float, latency_ms: float) -> None:
+    asked = scenario(gbps, latency_ms)
+    now = replace(measured(), network=asked.network)
+    first = make_plan(MODEL.layers, version=0, world_size=4)
+    situation = Situation(cause="", plan=first, planner_input=PlannerInput(now=now, states=[now]))
+    chosen = groups_of(Adaptive().decide(situation).plan, MODEL.layers)
+    planned = asked.solve()
+    if planned.best.is_dense:
+        assert predict(now, chosen).score > (1 - MIN_SAVING) * planned.dense.score or planned.is_compute_bound
+    else:
+        assert planned.best.groups == chosen
+
+
+def groups_under(*options: Option) -> tuple[PlannedGroup, ...]:
+    """Return the layers in as many groups as there are options, backward's first layers first."""
+    layers, num = MODEL.layers[::-1], len(options)
+    bounds = [len(layers) * place // num for place in range(num + 1)]
+    return tuple(
+        PlannedGroup.of(layers[bounds[place] : bounds[place + 1]], option) for place, option in enumerate(options)
+    )
+
+
+@pytest.mark.parametrize(
+    ("saved", "stays"), [(MIXED_SAVING + 0.001, True), (MIXED_SAVING - 0.001, False), (-0.2, False)]
+)
+def test_a_mixture_must_save_its_share(saved: float, stays: bool) -> None:
+    now = measured()
+    sra = Option(codec=QSGD, scheme=Scheme.SRA)
+    mixture = groups_under(sra, Option(codec=BF16, scheme=Scheme.ALLREDUCE))
+    found = BestPlan(best=predict(now, mixture), dense=predict(now, groups_under(DENSE)), gap=0.0)
+    chosen = unless_by_hand(found, now, OPTIONS, lambda groups: 1 - saved if groups == mixture else 1.0)
+    assert (chosen is found) is stays
+    if not stays:
+        assert chosen.best.groups in plans_by_hand(now, OPTIONS)
+        assert chosen.gap == pytest.approx(max(0.0, saved))
+
+
+def test_a_plan_with_one_option_gives_way_only_to_what_is_clearly_better() -> None:
+    now = measured()
+    alone = groups_under(Option(codec=QSGD, scheme=Scheme.SRA))
+    found = BestPlan(best=predict(now, alone), dense=predict(now, groups_under(DENSE)), gap=0.0)
+    for own, stays in ((1.04, True), (1.06, False)):
+        scores = defaultdict(lambda: 1.0, {alone: own})
+        chosen = unless_by_hand(found, now, OPTIONS, scores.__getitem__)
+        assert (chosen is found) is stays
+
+
+def test_only_allowed_options_are_taken_and_none_where_some_layers_are_fixed() -> None:
+    now = measured()
+    taken = {group.option for groups in plans_by_hand(now, OPTIONS) for group in groups}
+    large = {(option.codec, option.scheme) for option in taken} - {(CodecSpec.parse("none"), Scheme.SRA)}
+    assert {*large} <= {*BY_HAND}
+    assert CodecSpec.parse("qsgd:bits=3") not in {codec for codec, _ in large}
+    fixed = replace(
+        now, fixed=(PlannedGroup.of(MODEL.layers[:1], Option(codec=QSGD, scheme=Scheme.SRA), is_fixed=True),)
+    )
+    assert plans_by_hand(fixed, OPTIONS) == []
