@@ -43,7 +43,8 @@ def crc32c(data: Tensor, seed: int = 0) -> int:
     """Return the CRC-32C of `data`, uint8; `seed` is the CRC of the bytes before it."""
     check_tensor("data", data, torch.uint8)
     check_key("seed", seed)
-    data = data.cpu().contiguous()
+    if not (data.is_cpu and data.is_contiguous()):
+        data = data.cpu().contiguous()
     return native.crc32c(data.data_ptr(), data.numel(), seed)
 
 

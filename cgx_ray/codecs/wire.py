@@ -108,6 +108,7 @@ class Message:
         self.room = room.part(0, num_bytes) if room is not None else Room(num_bytes)
         self.wire = self.room.host
         self.header = self.wire[:HEADER_BYTES]
+        self._fields_room = self.header.numpy().data
         self.body = self.wire[HEADER_BYTES:]
         self.payload = self.body if self.room.device == HOST else self.room.elsewhere[HEADER_BYTES:]
 
@@ -117,13 +118,13 @@ class Message:
 
     def seal(self, stamp: Stamp, numel: int) -> None:
         """Write the header. Call it when the payload is complete, and on the host."""
-        _FIELDS.pack_into(self.header.numpy().data, 0, *self._fields(stamp, numel))
+        _FIELDS.pack_into(self._fields_room, 0, *self._fields(stamp, numel))
         if not self._is_sealed_by_mesh:
-            _CRC.pack_into(self.header.numpy().data, _FIELDS.size, self._checksum())
+            _CRC.pack_into(self._fields_room, _FIELDS.size, self._checksum())
 
     def check(self, stamp: Stamp, numel: int, sender: int) -> None:
         """Raise WireError unless the received message is intact and matches `stamp` and `numel`."""
-        found = _FIELDS.unpack_from(self.header.numpy().data, 0)
+        found = _FIELDS.unpack_from(self._fields_room, 0)
         wanted = self._fields(stamp, numel)
         if found != wanted and found[0] != DAMAGED:
             names = ("magic", "format", "codec", "dtype", "phase", "group", "numel", "plan", "step", "payload_bytes")
@@ -155,7 +156,7 @@ class Message:
         )
 
     def _has_checksum(self) -> bool:
-        written: int = _CRC.unpack_from(self.header.numpy().data, _FIELDS.size)[0]
+        written: int = _CRC.unpack_from(self._fields_room, _FIELDS.size)[0]
         return written == self._checksum()
 
     def _checksum(self) -> int:

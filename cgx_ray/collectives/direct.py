@@ -12,6 +12,7 @@ Sums are made in rank order, the owner's own chunk first, whichever message come
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Iterator, Sequence
 from functools import cached_property
 
@@ -24,6 +25,10 @@ from cgx_ray.collectives.parcel import Parcel, Step, copied_out, padded_bytes, s
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.transport.transport_like import Handle, TransportLike
 
+# Messages are posted together, and on the host coded together, while they have no more bytes than this. A call for each
+# costs as much as coding some 100 KB, and with many ranks most messages are short.
+TOGETHER_BYTES = 256 << 10
+
 
 class DirectLane:
     """One piece of every chunk, from its first message to its last.
@@ -33,8 +38,8 @@ class DirectLane:
     `send_average` is `add_parts`, a division and `send_own`. `finish_sends` ends either. Methods that wait are
     iterators that yield each handle to wait for.
 
-    A codec of the host encodes and decodes each message by itself, so that none waits for another. Elsewhere each call
-    is a launch, so messages are encoded, copied to the host and decoded together.
+    A codec of the host encodes and decodes long messages one by one, so that none waits for another. Elsewhere each
+    call is a launch, so all messages are encoded, copied to the host and decoded together.
 
     scattered_bytes, gathered_bytes  sent by this rank in either half, headers included
     """
@@ -61,10 +66,14 @@ class DirectLane:
         self._of_chunk = dict(zip(numels, parcels, strict=True))
         self._of_others = room.part(0, sum(padded_bytes(codec, numels[peer]) for peer in peers))
         self._room = room
-        self._coming: dict[int, Handle] = {}
-        self._going: dict[int, Handle] = {}
+        # By the peers whose messages were posted together.
+        self._coming: dict[tuple[int, ...], Handle] = {}
+        self._going: dict[tuple[int, ...], Handle] = {}
         self.scattered_bytes = sum(self._of_chunk[peer].num_bytes for peer in peers)
         self.gathered_bytes = len(peers) * self._of_chunk[rank].num_bytes
+        self._batches = _batches(peers, [self._of_chunk[peer].num_bytes for peer in peers])
+        # In rank order, as they are added.
+        self._batches_of_own = _batches(sorted(peers), [self._of_chunk[rank].num_bytes] * len(peers))
 
     @cached_property
     def _of_own(self) -> dict[int, Parcel]:
@@ -86,20 +95,22 @@ class DirectLane:
 
     def expect_parts(self) -> None:
         """Begin to receive the others' parts of the own chunk."""
-        for peer in self._transport.peers:
-            self._coming[peer] = self._start({}, {peer: self._of_own[peer].parts})
+        for batch in self._batches_of_own:
+            self._coming[batch] = self._start({}, {peer: self._of_own[peer].parts for peer in batch})
 
     def send_parts(self, step: Step) -> Iterator[Handle]:
         """Send the others their chunks."""
-        for peers in self._coded_together():
+        for batches in self._coded_together():
+            peers = itertools.chain(*batches)
             self._codec.encode_rows([self._row(peer, step, step.run_of(self._bounds[peer])) for peer in peers])
             yield from copied_out(self._of_others, step.phases)
-            for peer in peers:
-                self._of_chunk[peer].seal(step.stamp)
+            for batch in batches:
+                for peer in batch:
+                    self._of_chunk[peer].seal(step.stamp)
                 step.phases.lap("encode")
                 if not self._going:
                     step.phases.begin_round()
-                self._going[peer] = self._start({peer: self._of_chunk[peer].parts}, {})
+                self._going[batch] = self._start({peer: self._of_chunk[peer].parts for peer in batch}, {})
                 step.phases.resume()
 
     def add_parts(self, step: Step) -> Generator[Handle, None, Tensor]:
@@ -107,36 +118,37 @@ class DirectLane:
 
         It is in the gradient or, if that has 16 bits, in `float32_room`. Then use it before waiting for anything.
         """
-        peers = sorted(self._transport.peers)
         is_wide = step.grad_N.dtype == torch.float32
         if not is_wide:
             # Everybody on this thread uses the same room, so nothing may be waited for while the sum is in it.
-            for peer in peers:
-                yield from self._receive(peer, step.phases)
+            for batch in self._batches_of_own:
+                yield from self._receive(batch, step.phases)
         sum_N = in_float32(self.own(step))
         # In rank order, whichever comes first: the bits of the sum depend on the order.
-        for peer in peers:
+        for batch in self._batches_of_own:
             if is_wide:
-                yield from self._receive(peer, step.phases)
-            self._of_own[peer].decode(sum_N, step.stamp, self._transport.ranks[peer], add=True)
+                yield from self._receive(batch, step.phases)
+            for peer in batch:
+                self._of_own[peer].decode(sum_N, step.stamp, self._transport.ranks[peer], add=True)
             step.phases.lap("decode")
         return sum_N
 
     def _take_parts(self, step: Step) -> Generator[Handle, None, list[Tensor]]:
         """Return the payloads of the others' parts of the own chunk, in rank order."""
-        for peer in sorted(self._transport.peers):
-            yield from self._receive(peer, step.phases)
-            self._of_own[peer].check(step.stamp, self._transport.ranks[peer])
+        for batch in self._batches_of_own:
+            yield from self._receive(batch, step.phases)
+            for peer in batch:
+                self._of_own[peer].check(step.stamp, self._transport.ranks[peer])
             step.phases.lap("decode")
         return [self._of_own[peer].payload for peer in sorted(self._transport.peers)]
 
     def expect_chunks(self) -> Iterator[Handle]:
         """Begin to receive the others' chunks."""
-        for peer in self._transport.peers:
+        for batch in self._batches:
             # A received chunk overwrites the message that was sent to its owner, so that one must be gone first.
-            if peer in self._going:
-                yield self._going.pop(peer)
-            self._coming[peer] = self._start({}, {peer: self._of_chunk[peer].parts})
+            if batch in self._going:
+                yield self._going.pop(batch)
+            self._coming[batch] = self._start({}, {peer: self._of_chunk[peer].parts for peer in batch})
 
     def send_average(self, first: Step, second: Step) -> Iterator[Handle]:
         """Send all others the average of the own chunk over ranks. `first` is the step of its parts."""
@@ -163,7 +175,7 @@ class DirectLane:
         step.phases.lap("encode")
         if peers:
             step.phases.begin_round()
-        self._going[self._transport.rank] = self._start(dict.fromkeys(peers, own.parts), {})
+        self._going[self._transport.rank,] = self._start(dict.fromkeys(peers, own.parts), {})
 
     def use_own(self, step: Step) -> None:
         """Replace the own chunk by the decoded message that the others get. Elsewhere `take_chunks` does so."""
@@ -174,11 +186,12 @@ class DirectLane:
 
     def take_chunks(self, step: Step) -> Iterator[Handle]:
         """Replace the others' chunks by their owners' messages."""
-        for peers in self._coded_together():
-            for peer in peers:
-                yield from self._receive(peer, step.phases)
-                self._of_chunk[peer].check(step.stamp, self._transport.ranks[peer])
-            chunks = peers if self._is_on_host else self._of_chunk
+        for batches in self._coded_together():
+            for batch in batches:
+                yield from self._receive(batch, step.phases)
+                for peer in batch:
+                    self._of_chunk[peer].check(step.stamp, self._transport.ranks[peer])
+            chunks = itertools.chain(*batches) if self._is_on_host else self._of_chunk
             rows = [PayloadRow(step.run_of(self._bounds[chunk]), self._of_chunk[chunk].payload) for chunk in chunks]
             self._codec.decode_rows(rows)
             step.phases.lap("decode")
@@ -194,17 +207,30 @@ class DirectLane:
             self._of_others.release()
             self.__dict__.pop("_of_own", None)
 
-    def _coded_together(self) -> Sequence[Sequence[int]]:
-        """Return the peers, those together whose messages one call encodes or decodes."""
-        peers = self._transport.peers
-        return [[peer] for peer in peers] if self._is_on_host else [peers]
+    def _coded_together(self) -> Sequence[Sequence[tuple[int, ...]]]:
+        """Return the batches, those together that one call encodes or decodes."""
+        return [[batch] for batch in self._batches] if self._is_on_host else [self._batches]
 
     def _row(self, chunk: int, step: Step, part_N: Tensor) -> PayloadRow:
         """Return what is encoded of `chunk`, for its message."""
         key = step.key(self._transport.rank, self._numbers[chunk])
         return PayloadRow(part_N, self._of_chunk[chunk].payload, key, step.memory_of(self._bounds[chunk]))
 
-    def _receive(self, peer: int, phases: Phases) -> Iterator[Handle]:
-        yield self._coming.pop(peer)
+    def _receive(self, batch: tuple[int, ...], phases: Phases) -> Iterator[Handle]:
+        yield self._coming.pop(batch)
         if not self._coming:
             phases.end_round()
+
+
+def _batches(peers: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the peers in batches of at most TOGETHER_BYTES, or of one. `sizes`: of their messages, in bytes."""
+    batches: list[tuple[int, ...]] = []
+    num_bytes = 0
+    for peer, size in zip(peers, sizes, strict=True):
+        num_bytes += size
+        if batches and num_bytes <= TOGETHER_BYTES:
+            batches[-1] += (peer,)
+        else:
+            batches.append((peer,))
+            num_bytes = size
+    return batches

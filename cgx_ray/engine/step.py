@@ -194,6 +194,7 @@ class StepRun:
         self.plan_version, self.num_steps, self.number = plan_version, len(steps), steps[-1]
         self.meter = meter
         self.buckets: list[PendingBucket] = []
+        self._kept: list[PendingBucket] = []
         self.phases = [Phases() for _ in groups]
         self.ready_at: list[float] = [0.0] * len(groups)
         self.first_arrival = self.last_arrival = 0.0
@@ -222,6 +223,7 @@ class StepRun:
     def take(self, bucket: PendingBucket) -> None:
         """Accept a bucket. Buckets go back when their last layer is averaged."""
         self.buckets.append(bucket)
+        self._kept.append(bucket)
         if bucket.summed is not None:
             self._transport.count_sum(bucket.buffer)
         self._arrive({n: gradient for n, gradient in bucket.gradients.items() if n not in self._averaged}, bucket)
@@ -330,9 +332,11 @@ class StepRun:
 
     def release(self) -> None:
         """Give finished buckets back to DDP. Training continues when the last one is back."""
-        for bucket in self.buckets:
-            if bucket.num_waiting == 0 and not bucket.future.done():
-                bucket.future.set_result(bucket.buffer)
+        finished = [bucket for bucket in self._kept if bucket.num_waiting == 0]
+        if finished:
+            self._kept = [bucket for bucket in self._kept if bucket.num_waiting]
+        for bucket in finished:
+            bucket.future.set_result(bucket.buffer)
 
     def _share(self, shared: Tensor) -> None:
         """Replace `shared` by its mean over ranks. All ranks have started their groups' sums by now."""
