@@ -1,0 +1,108 @@
+"""Messages of direct exchanges that are posted together: the same bits as one by one, in fewer calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.mesh_ranks import MeshTransport
+from support.meshes import close_all, connect_meshes, in_threads
+
+from cgx_ray.codecs import make_codec
+from cgx_ray.codecs.wire import Stamp
+from cgx_ray.collectives import Phases, direct, make_exchange
+from cgx_ray.plan import CodecSpec, Scheme
+
+CODECS = ("none", "bf16", "qsgd:bits=4,bucket_size=8", "topk:density=0.1", "ef_signsgd:bucket_size=8")
+
+
+@pytest.fixture(scope="module")
+def transports() -> Iterator[Mapping[int, list[MeshTransport]]]:
+    """By number of ranks."""
+    meshes = {size: connect_meshes(size) for size in (1, 2, 5)}
+    yield {size: [MeshTransport(mesh, rank, size) for rank, mesh in enumerate(meshes[size])] for size in meshes}
+    for of_size in meshes.values():
+        close_all(of_size)
+
+
+def _average(transport: MeshTransport, codec: str, grad_N: torch.Tensor) -> torch.Tensor:
+    """Average in two steps; return what the codec then owes."""
+    made = make_codec(CodecSpec.parse(codec), world_size=transport.world_size)
+    exchange, memory = make_exchange(made, Scheme.SRA, grad_N.numel(), 4, transport), made.new_memory(grad_N.numel())
+    for step in range(2):
+        stamp = Stamp(plan_version=0, step=step, group=3, codec=made.spec.name)
+        exchange.run(grad_N, memory, stamp, 7, Phases())
+        if memory is not None:
+            memory.commit()
+    return memory.residual_N if memory is not None else torch.zeros(0)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    world_size=st.sampled_from((1, 2, 5)),
+    codec=st.sampled_from(CODECS),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+    numel=st.one_of(st.integers(0, 9), st.integers(0, 3000)),
+    limit=st.sampled_from((300, 1000, 1 << 20)),
+)
+def test_bits_do_not_depend_on_what_is_posted_together(
+    transports: Mapping[int, list[MeshTransport]],
+    world_size: int,
+    codec: str,
+    dtype: torch.dtype,
+    numel: int,
+    limit: int,
+) -> None:
+    if dtype != torch.float32 and not make_codec(CodecSpec.parse(codec)).takes_16_bit:
+        dtype = torch.float32
+    found = []
+    usual = direct.TOGETHER_BYTES
+    for together in (0, limit):
+        grads = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(world_size)]
+        grads = [grad_N.to(dtype) for grad_N in grads]
+        pairs = zip(transports[world_size], grads, strict=True)
+        direct.TOGETHER_BYTES = together
+        try:
+            owed = in_threads([lambda t=transport, g=grad_N: _average(t, codec, g) for transport, grad_N in pairs])
+        finally:
+            direct.TOGETHER_BYTES = usual
+        assert not [error for error in owed if isinstance(error, str)]
+        found.append([*grads, *owed])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([], []),
+        ([1 << 20], [(0,)]),
+        ([100 << 10] * 5, [(0, 1), (2, 3), (4,)]),
+        ([1 << 20, 10, 20, 1 << 20, 30], [(0,), (1, 2), (3,), (4,)]),
+        ([0] * 4, [(0, 1, 2, 3)]),
+        ([128 << 10] * 2, [(0, 1)]),
+        ([128 << 10, (128 << 10) + 1], [(0,), (1,)]),
+    ],
+)
+def test_batches_keep_the_order_and_the_limit(sizes: list[int], expected: list[tuple[int, ...]]) -> None:
+    assert direct._batches(range(len(sizes)), sizes) == expected
+
+
+def test_short_messages_take_one_post_per_half_and_direction(
+    transports: Mapping[int, list[MeshTransport]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    posts = [0] * 5
+    for rank, transport in enumerate(transports[5]):
+        start = transport.start
+
+        def count(*args: object, rank: int = rank, start: object = start) -> object:
+            posts[rank] += 1
+            return start(*args)  # type: ignore[operator]
+
+        monkeypatch.setattr(transport, "start", count)
+    grads = [torch.randn(1000) for _ in range(5)]
+    runs = [lambda t=t, g=g: _average(t, "qsgd:bits=4", g) for t, g in zip(transports[5], grads, strict=True)]
+    in_threads(runs)
+    assert posts == [2 * 4] * 5, "two steps, each with two halves of a post to send and one to receive"
