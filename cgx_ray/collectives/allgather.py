@@ -11,7 +11,7 @@ from cgx_ray.codecs.codec import Codec, Memory
 from cgx_ray.codecs.float32_room import float32_room
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives.exchange import Exchange
-from cgx_ray.collectives.parcel import Parcel, Step, copied_out, seals_by_mesh
+from cgx_ray.collectives.parcel import Parcel, Step, batches_of, copied_out, seals_by_mesh
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.pieces import Piece, cut, take_turns
 from cgx_ray.collectives.transport.transport_like import Handle, TransportLike
@@ -57,6 +57,9 @@ class _AllgatherLane:
         self._start = transport.start_sealed if is_sealed else transport.start
         self._parcels = [Parcel(codec, stop - start, is_sealed_by_mesh=is_sealed) for _ in range(transport.world_size)]
         self.sent_bytes = sum(parcel.num_bytes for parcel in self._parcels[1:])
+        # In rank order, as they are added.
+        peers = sorted(transport.peers)
+        self._batches = batches_of(peers, [self._parcels[peer].num_bytes for peer in peers])
 
     def gather(self, step: Step, memory: Memory | None) -> Iterator[Handle]:
         """Average the piece; yield the handles to wait for."""
@@ -65,7 +68,9 @@ class _AllgatherLane:
         run_N, own = step.run_of(self.bounds), self._parcels[rank]
         keys = [step.key(0 if self._codec.record.shares_key else sender, self._index) for sender in range(world_size)]
         # Receives first: early messages then go straight to their memory.
-        coming = {peer: self._start({}, {peer: self._parcels[peer].parts}) for peer in transport.peers}
+        coming = {
+            batch[0]: self._start({}, {peer: self._parcels[peer].parts for peer in batch}) for batch in self._batches
+        }
         self._codec.encode(run_N, own.payload, keys[rank], memory)
         yield from copied_out(own.room, phases)
         own.seal(step.stamp)

@@ -21,13 +21,9 @@ from torch import Tensor
 
 from cgx_ray.codecs.codec import HOST, Codec, PayloadRow
 from cgx_ray.codecs.float32_room import in_float32
-from cgx_ray.collectives.parcel import Parcel, Step, copied_out, padded_bytes, seals_by_mesh, side_by_side
+from cgx_ray.collectives.parcel import Parcel, Step, batches_of, copied_out, padded_bytes, seals_by_mesh, side_by_side
 from cgx_ray.collectives.phases import Phases
 from cgx_ray.collectives.transport.transport_like import Handle, TransportLike
-
-# Messages are posted together, and on the host coded together, while they have no more bytes than this. A call for each
-# costs as much as coding some 100 KB, and with many ranks most messages are short.
-TOGETHER_BYTES = 256 << 10
 
 
 class DirectLane:
@@ -71,9 +67,9 @@ class DirectLane:
         self._going: dict[tuple[int, ...], Handle] = {}
         self.scattered_bytes = sum(self._of_chunk[peer].num_bytes for peer in peers)
         self.gathered_bytes = len(peers) * self._of_chunk[rank].num_bytes
-        self._batches = _batches(peers, [self._of_chunk[peer].num_bytes for peer in peers])
+        self._batches = batches_of(peers, [self._of_chunk[peer].num_bytes for peer in peers])
         # In rank order, as they are added.
-        self._batches_of_own = _batches(sorted(peers), [self._of_chunk[rank].num_bytes] * len(peers))
+        self._batches_of_own = batches_of(sorted(peers), [self._of_chunk[rank].num_bytes] * len(peers))
 
     @cached_property
     def _of_own(self) -> dict[int, Parcel]:
@@ -220,17 +216,3 @@ class DirectLane:
         yield self._coming.pop(batch)
         if not self._coming:
             phases.end_round()
-
-
-def _batches(peers: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the peers in batches of at most TOGETHER_BYTES, or of one. `sizes`: of their messages, in bytes."""
-    batches: list[tuple[int, ...]] = []
-    num_bytes = 0
-    for peer, size in zip(peers, sizes, strict=True):
-        num_bytes += size
-        if batches and num_bytes <= TOGETHER_BYTES:
-            batches[-1] += (peer,)
-        else:
-            batches.append((peer,))
-            num_bytes = size
-    return batches

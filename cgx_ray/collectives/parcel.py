@@ -21,6 +21,9 @@ from cgx_ray.runtime_ext import ops
 
 # Messages begin at multiples of this many bytes, as memory of torch does, so that kernels find payloads aligned.
 _ALIGNMENT = 64
+# Messages are posted together, and on the host coded together, while they have no more bytes than this. A call for each
+# costs as much as coding some 100 KB, and with many ranks most messages are short.
+TOGETHER_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,3 +185,17 @@ def copied_out(room: Room, phases: Phases) -> Iterator[Handle]:
 def parts_of(parcels: Iterable[Parcel]) -> tuple[Tensor, ...]:
     """Return the tensors to send, or to receive into, of all `parcels`."""
     return tuple(part for parcel in parcels for part in parcel.parts)
+
+
+def batches_of(peers: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the peers in batches of at most TOGETHER_BYTES, or of one. `sizes`: of their messages, in bytes."""
+    batches: list[tuple[int, ...]] = []
+    num_bytes = 0
+    for peer, size in zip(peers, sizes, strict=True):
+        num_bytes += size
+        if batches and num_bytes <= TOGETHER_BYTES:
+            batches[-1] += (peer,)
+        else:
+            batches.append((peer,))
+            num_bytes = size
+    return batches

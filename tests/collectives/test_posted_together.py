@@ -1,4 +1,4 @@
-"""Messages of direct exchanges that are posted together: the same bits as one by one, in fewer calls."""
+"""Messages of several ranks that are posted together: the same bits as one by one, in fewer calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.meshes import close_all, connect_meshes, in_threads
 
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.wire import Stamp
-from cgx_ray.collectives import Phases, direct, make_exchange
+from cgx_ray.collectives import Phases, make_exchange, parcel
 from cgx_ray.plan import CodecSpec, Scheme
 
 CODECS = ("none", "bf16", "qsgd:bits=4,bucket_size=8", "topk:density=0.1", "ef_signsgd:bucket_size=8")
@@ -28,10 +28,11 @@ def transports() -> Iterator[Mapping[int, list[MeshTransport]]]:
         close_all(of_size)
 
 
-def _average(transport: MeshTransport, codec: str, grad_N: torch.Tensor) -> torch.Tensor:
+def _average(transport: MeshTransport, codec: str, scheme: str, grad_N: torch.Tensor) -> torch.Tensor:
     """Average in two steps; return what the codec then owes."""
     made = make_codec(CodecSpec.parse(codec), world_size=transport.world_size)
-    exchange, memory = make_exchange(made, Scheme.SRA, grad_N.numel(), 4, transport), made.new_memory(grad_N.numel())
+    exchange = make_exchange(made, Scheme(scheme), grad_N.numel(), 4, transport)
+    memory = made.new_memory(grad_N.numel())
     for step in range(2):
         stamp = Stamp(plan_version=0, step=step, group=3, codec=made.spec.name)
         exchange.run(grad_N, memory, stamp, 7, Phases())
@@ -44,6 +45,7 @@ def _average(transport: MeshTransport, codec: str, grad_N: torch.Tensor) -> torc
 @given(
     world_size=st.sampled_from((1, 2, 5)),
     codec=st.sampled_from(CODECS),
+    scheme=st.sampled_from(("sra", "allgather")),
     dtype=st.sampled_from((torch.float32, torch.bfloat16)),
     numel=st.one_of(st.integers(0, 9), st.integers(0, 3000)),
     limit=st.sampled_from((300, 1000, 1 << 20)),
@@ -52,6 +54,7 @@ def test_bits_do_not_depend_on_what_is_posted_together(
     transports: Mapping[int, list[MeshTransport]],
     world_size: int,
     codec: str,
+    scheme: str,
     dtype: torch.dtype,
     numel: int,
     limit: int,
@@ -59,16 +62,18 @@ def test_bits_do_not_depend_on_what_is_posted_together(
     if dtype != torch.float32 and not make_codec(CodecSpec.parse(codec)).takes_16_bit:
         dtype = torch.float32
     found = []
-    usual = direct.TOGETHER_BYTES
+    usual = parcel.TOGETHER_BYTES
     for together in (0, limit):
         grads = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(world_size)]
         grads = [grad_N.to(dtype) for grad_N in grads]
         pairs = zip(transports[world_size], grads, strict=True)
-        direct.TOGETHER_BYTES = together
+        parcel.TOGETHER_BYTES = together
         try:
-            owed = in_threads([lambda t=transport, g=grad_N: _average(t, codec, g) for transport, grad_N in pairs])
+            owed = in_threads(
+                [lambda t=transport, g=grad_N: _average(t, codec, scheme, g) for transport, grad_N in pairs]
+            )
         finally:
-            direct.TOGETHER_BYTES = usual
+            parcel.TOGETHER_BYTES = usual
         assert not [error for error in owed if isinstance(error, str)]
         found.append([*grads, *owed])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
@@ -87,11 +92,12 @@ def test_bits_do_not_depend_on_what_is_posted_together(
     ],
 )
 def test_batches_keep_the_order_and_the_limit(sizes: list[int], expected: list[tuple[int, ...]]) -> None:
-    assert direct._batches(range(len(sizes)), sizes) == expected
+    assert parcel.batches_of(range(len(sizes)), sizes) == expected
 
 
+@pytest.mark.parametrize(("scheme", "halves"), [("sra", 2), ("allgather", 1)])
 def test_short_messages_take_one_post_per_half_and_direction(
-    transports: Mapping[int, list[MeshTransport]], monkeypatch: pytest.MonkeyPatch
+    transports: Mapping[int, list[MeshTransport]], scheme: str, halves: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     posts = [0] * 5
     for rank, transport in enumerate(transports[5]):
@@ -103,6 +109,6 @@ def test_short_messages_take_one_post_per_half_and_direction(
 
         monkeypatch.setattr(transport, "start", count)
     grads = [torch.randn(1000) for _ in range(5)]
-    runs = [lambda t=t, g=g: _average(t, "qsgd:bits=4", g) for t, g in zip(transports[5], grads, strict=True)]
+    runs = [lambda t=t, g=g: _average(t, "qsgd:bits=4", scheme, g) for t, g in zip(transports[5], grads, strict=True)]
     in_threads(runs)
-    assert posts == [2 * 4] * 5, "two steps, each with two halves of a post to send and one to receive"
+    assert posts == [2 * halves * 2] * 5, "in two steps, one to send and one to receive"
