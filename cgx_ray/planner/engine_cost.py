@@ -23,10 +23,10 @@ class EngineCost:
     vendor_window_bytes  bytes that the vendor has under way between two ranks at most; None: no such limit
     """
 
-    # Processor time of 2 to 64 groups of 64 KB and more over sra was 0.31 ms per group with 2 ranks (3 messages) and
-    # 0.77 ms with 4 (7 messages), AMD EPYC, Zen 5.
-    thread_s: float = 1e-4
-    message_s: float = 1e-4
+    # Processor time of groups of 64 KB over sra, as a share of that in 2026-11-27, when 2 ranks (3 messages) took 0.31 ms
+    # per group and 4 (7 messages) 0.77, AMD EPYC, Zen 5: 0.33, 0.56 and 0.80 ms with 2, 4 and 8 ranks.
+    thread_s: float = 2e-4
+    message_s: float = 4e-5
     byte_s: float = 0.0
     piece_bytes: int = PIECE_BYTES
     codes_rows: bool = False
