@@ -23,8 +23,8 @@ class EngineCost:
     vendor_window_bytes  bytes that the vendor has under way between two ranks at most; None: no such limit
     """
 
-    # Processor time of groups of 64 KB over sra, as a share of that in 2026-11-27, when 2 ranks (3 messages) took 0.31 ms
-    # per group and 4 (7 messages) 0.77, AMD EPYC, Zen 5: 0.33, 0.56 and 0.80 ms with 2, 4 and 8 ranks.
+    # Processor time of a group of 64 KB over sra: 0.33, 0.56 and 0.80 ms with 2, 4 and 8 ranks (3, 7 and 15 messages) of
+    # an AMD EPYC, Zen 5. Measured on a slower one, and scaled by what both took before: `LOG.md`, 120.
     thread_s: float = 2e-4
     message_s: float = 4e-5
     byte_s: float = 0.0

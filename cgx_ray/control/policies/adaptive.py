@@ -59,7 +59,7 @@ from cgx_ray.planner.planned_group import PlannedGroup, groups_of, period_of
 from cgx_ray.planner.prediction import Prediction, predict
 
 # Why nothing but dense is tried.
-IN_MEMORY = "all ranks are on one machine, where its memory is faster than codecs"
+IN_MEMORY = "all ranks are on one machine, whose memory is faster than codecs"
 
 
 @names_arguments
