@@ -67,7 +67,7 @@ class _AllgatherLane:
         rank, world_size = transport.rank, transport.world_size
         run_N, own = step.run_of(self.bounds), self._parcels[rank]
         keys = [step.key(0 if self._codec.record.shares_key else sender, self._index) for sender in range(world_size)]
-        # Receives first: early messages then go straight to their memory.
+        # Receives first: early messages then go straight to their memory. A batch's lowest rank is waited for first.
         coming = {
             batch[0]: self._start({}, {peer: self._parcels[peer].parts for peer in batch}) for batch in self._batches
         }

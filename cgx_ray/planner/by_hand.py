@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from cgx_ray.plan import CodecSpec, Option, Scheme, make_plan
+from cgx_ray.planner.chain import max_numel
 from cgx_ray.planner.joint import BestPlan
 from cgx_ray.planner.planned_group import PlannedGroup, groups_of
 from cgx_ray.planner.prediction import Measured, predict
@@ -20,15 +21,16 @@ BY_HAND = (
     (CodecSpec.parse("qsgd:bits=4"), Scheme.SRA),
     (CodecSpec.parse("qsgd:bits=4"), Scheme.ALLGATHER),
 )
-# Share of the score that a mixture must save.
+# Share of the score that a mixture must save over them.
 MIXED_SAVING = 0.05
 
 
 def plans_by_hand(measured: Measured, options: Iterable[Option]) -> list[tuple[PlannedGroup, ...]]:
     """Return the groups of the plans of BY_HAND with those of `options`; none if some layers have fixed options."""
     layers, found = measured.layers, []
+    longest = max((layer.numel for layer in layers), default=0)
     for option in options if not measured.fixed else ():
-        if (option.codec, option.scheme) in BY_HAND:
+        if (option.codec, option.scheme) in BY_HAND and longest <= max_numel(option):
             plan = make_plan(
                 layers,
                 version=0,

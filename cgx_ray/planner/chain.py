@@ -65,11 +65,11 @@ class LayerChain:
         )
 
     def fits(self, option: Option) -> bool:
-        return max((layer.numel for layer in self.layers), default=0) <= _max_numel(option)
+        return max((layer.numel for layer in self.layers), default=0) <= max_numel(option)
 
     def soonest(self, options: Sequence[Option], numel: int) -> list[Option]:
         """Return the `options` that can carry a group of `numel` elements, first the one that takes least alone."""
-        able = [option for option in options if self.layers and numel <= _max_numel(option)]
+        able = [option for option in options if self.layers and numel <= max_numel(option)]
         return sorted(able, key=lambda option: self._cost(option).alone_s(numel))
 
     def bound_s(self, options: Sequence[Option]) -> float:
@@ -151,7 +151,7 @@ class LayerChain:
         """Yield `groups`, cut before each layer that would make a group too long for a message."""
         start = 0
         for group in groups:
-            limit, filled = _max_numel(options[group.option]), 0
+            limit, filled = max_numel(options[group.option]), 0
             for index in range(start, group.end):
                 if filled + self.layers[index].numel > limit:
                     yield GroupEnd(index, group.option)
@@ -247,7 +247,7 @@ def place_fixed(measured: Measured, groups: Sequence[PlannedGroup]) -> Iterator[
     yield from waiting
 
 
-def _max_numel(option: Option) -> int:
+def max_numel(option: Option) -> int:
     """Return the elements of the largest group that fits a message. The vendor's sums do not use our messages."""
     if option.scheme is Scheme.DENSE:
         return 1 << 62

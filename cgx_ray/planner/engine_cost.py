@@ -14,7 +14,8 @@ class EngineCost:
     """How the engine handles groups whose gradients lie on one kind of device. By default it is the host.
 
     thread_s             seconds of its thread per group besides codec and messages; where it codes rows, per piece
-    message_s            seconds of its thread per message that it takes in: Python between the turns, posts
+    message_s            seconds of its thread per message that it takes in: Python between the turns, posts. Too much
+                         for short messages over sra and allgather, which are posted together
     byte_s               seconds per byte that it encodes or decodes: checksums, which over sra and allgather another
                          thread computes. On the host they are part of `message_s`
     piece_bytes          encoded bytes of a piece
@@ -23,10 +24,10 @@ class EngineCost:
     vendor_window_bytes  bytes that the vendor has under way between two ranks at most; None: no such limit
     """
 
-    # Processor time of a group of 64 KB over sra: 0.33, 0.56 and 0.80 ms with 2, 4 and 8 ranks (3, 7 and 15 messages) of
-    # an AMD EPYC, Zen 5. Measured on a slower one, and scaled by what both took before: `LOG.md`, 120.
-    thread_s: float = 2e-4
-    message_s: float = 4e-5
+    # Processor time of 2 to 64 groups of 64 KB and more over sra was 0.31 ms per group with 2 ranks (3 messages) and
+    # 0.77 ms with 4 (7 messages), AMD EPYC, Zen 5, before short messages were posted together.
+    thread_s: float = 1e-4
+    message_s: float = 1e-4
     byte_s: float = 0.0
     piece_bytes: int = PIECE_BYTES
     codes_rows: bool = False

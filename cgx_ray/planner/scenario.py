@@ -63,7 +63,7 @@ class Scenario:
     engine: EngineCost = HOST_ENGINE
 
     def solve(self) -> BestPlan:
-        """Return the best plan, or dense if dense is compute-bound or the best plan saves less than `MIN_SAVING`.
+        """Return the plan that a run takes, or dense if that is compute-bound or the plan saves less than `MIN_SAVING`.
 
         Raises ConfigError if the scenario cannot be planned.
         """
@@ -133,7 +133,9 @@ def verdict(answer: BestPlan, num_workers: int) -> str:
             f"{dense.compute_s / dense.step_s:.0%} is compute."
         )
     if best.groups == dense.groups:
-        return f"No plan that was found is {MIN_SAVING:.0%} better than dense here, which is bound by {dense.bound_by}."
+        return (
+            f"No plan that a run takes is {MIN_SAVING:.0%} better than dense here, which is bound by {dense.bound_by}."
+        )
     assert best.efficiency is not None
     kept = f"; {best.describe_kept()}" if best.efficiency < 1 else ""
     every = f", with an exchange every {best.period} steps" if best.period > 1 else ""

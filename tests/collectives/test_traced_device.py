@@ -290,7 +290,7 @@ def test_a_lane_gives_its_memory_back_after_the_last_message_has_left(monkeypatc
     transport: Any = SimpleNamespace(rank=0, peers=[1, 2], world_size=3, seals=False, start=None)
     codec = make_codec(CodecSpec.parse("qsgd"), device=DEVICE)
     lane = DirectLane([(0, 128), (128, 256), (256, 384)], [0, 1, 2], codec, transport)
-    lane._going = {0: [3], 1: [4]}
+    lane._going = {(1,): [3], (2,): [4]}
     left = lane.finish_sends()
     assert (next(left), next(left)) == ([3], [4])
     assert released == []

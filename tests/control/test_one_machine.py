@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from support.control_runs import WORLD, FakeTraining, journal, registration
 
+from cgx_ray.control.journal.facts import IN_MEMORY
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.journal.recorded import read_layers, read_situation
 from cgx_ray.control.loop import ControlLoop
-from cgx_ray.control.policies.adaptive import IN_MEMORY, Adaptive
+from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.logs import NAME
 from cgx_ray.plan import make_plan
 

@@ -15,6 +15,7 @@ import pytest
 from support.control_runs import start
 from support.samples import step_sample
 
+from cgx_ray.control.journal.facts import IN_MEMORY
 from cgx_ray.control.journal.sentences import MAX_LINE, RunTotals, decision_line
 from cgx_ray.engine.telemetry import Telemetry
 from cgx_ray.logs import NAME
@@ -151,6 +152,12 @@ def test_a_plan_that_no_reported_step_had_is_named_as_decided() -> None:
     assert f"; dense from the first step on; {late}" in run.verdict(beside=(0.5, 2.0))
     run.add_line(progress(1, 5, 0.5, 4.0))
     assert "decided" not in run.verdict()
+    # Kept for a reason that a later decision no longer has.
+    kept = decided("dense", "dense", kind="keep", reason=f"first measurements: {IN_MEMORY}")
+    run = totals(started(), progress(0, 13, 1.8, 1.0), kept)
+    assert "all ranks are on one machine" in run.verdict()
+    run.add_line(decided("dense", QSGD))
+    assert run.verdict() == f"dense 100 % of the time: {late}"
 
 
 def test_a_verdict_over_predicted_dense_steps_names_those_that_ran_elsewhere() -> None:

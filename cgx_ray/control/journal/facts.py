@@ -28,6 +28,8 @@ CauseKind = Literal[
 ]
 # What lies between the ranks: a network, nothing but the memory of one machine, or a link that is simulated.
 LinkKind = Literal["network", "machine", "simulated"]
+# Why nothing but dense is tried, in the reason of a decision.
+IN_MEMORY = "all ranks are on one machine, whose memory is faster than codecs"
 CAUSE_KINDS: tuple[str, ...] = get_args(CauseKind)
 
 

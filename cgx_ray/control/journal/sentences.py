@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from textwrap import shorten
 from typing import Any, NamedTuple
 
-from cgx_ray.control.journal.facts import link_between
+from cgx_ray.control.journal.facts import IN_MEMORY, link_between
 from cgx_ray.control.policies.policy import MAX_SLOWDOWN
 from cgx_ray.plan import STEPS_TOGETHER, plan_under
 from cgx_ray.planner.fidelity import describe_loss
@@ -109,6 +109,8 @@ class RunTotals:
               `in_dense_s` of steps that were dense, of which there are `num_in_dense`
     measured_s
               seconds of others, on networks where dense was measured
+    is_in_memory
+              the newest decision keeps dense as all ranks are on one machine
     """
 
     plan: str = DENSE
@@ -123,6 +125,7 @@ class RunTotals:
     all_s: float = 0.0
     is_static: bool = False
     link: str = "network"
+    is_in_memory: bool = False
     # Version, plan and step of a decision whose plan no step is known to have had.
     _decided: tuple[int, str, int] | None = None
     _plans: dict[int, _InForce] = field(default_factory=dict)
@@ -143,6 +146,7 @@ class RunTotals:
         elif entry["event"] == "decision":
             self._take_plan(entry["old"])
             is_trial = entry.get("made_by") in TRIALS
+            self.is_in_memory = entry.get("reason", "").endswith(IN_MEMORY)
             is_decided = entry["kind"] != "keep" and not is_trial
             self._take_plan(entry["new"], is_trial=is_trial, is_decided=is_decided)
             if is_decided:
@@ -256,7 +260,7 @@ class RunTotals:
     def _dense_verdict(self) -> str:
         compute = self._compute_share
         why = "no other plan promised enough"
-        if self.link == "machine" and not self.is_static:
+        if self.is_in_memory:
             why = "all ranks are on one machine; on a network, or with simulated_link, compression may pay"
         elif compute >= MOSTLY:
             why = "compute bounds your steps, compression would not pay here"

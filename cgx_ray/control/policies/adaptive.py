@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from cgx_ray.control.journal.facts import IN_MEMORY
 from cgx_ray.control.policies.policy import (
     MAX_SLOWDOWN,
     MIN_IMPROVEMENT,
@@ -57,9 +58,6 @@ from cgx_ray.planner.joint import BestPlan, best_plan
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.planner.planned_group import PlannedGroup, groups_of, period_of
 from cgx_ray.planner.prediction import Prediction, predict
-
-# Why nothing but dense is tried.
-IN_MEMORY = "all ranks are on one machine, whose memory is faster than codecs"
 
 
 @names_arguments
