@@ -13,7 +13,7 @@ Sums are made in rank order, the owner's own chunk first, whichever message come
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -132,9 +132,7 @@ class DirectLane:
     def _take_parts(self, step: Step) -> Generator[Handle, None, list[Tensor]]:
         """Return the payloads of the others' parts of the own chunk, in rank order."""
         for batch in self._batches_of_own:
-            yield from self._receive(batch, step.phases)
-            for peer in batch:
-                self._of_own[peer].check(step.stamp, self._transport.ranks[peer])
+            yield from self._receive_checked(batch, self._of_own, step)
             step.phases.lap("decode")
         return [self._of_own[peer].payload for peer in sorted(self._transport.peers)]
 
@@ -184,9 +182,7 @@ class DirectLane:
         """Replace the others' chunks by their owners' messages."""
         for batches in self._coded_together():
             for batch in batches:
-                yield from self._receive(batch, step.phases)
-                for peer in batch:
-                    self._of_chunk[peer].check(step.stamp, self._transport.ranks[peer])
+                yield from self._receive_checked(batch, self._of_chunk, step)
             chunks = itertools.chain(*batches) if self._is_on_host else self._of_chunk
             rows = [PayloadRow(step.run_of(self._bounds[chunk]), self._of_chunk[chunk].payload) for chunk in chunks]
             self._codec.decode_rows(rows)
@@ -211,6 +207,11 @@ class DirectLane:
         """Return what is encoded of `chunk`, for its message."""
         key = step.key(self._transport.rank, self._numbers[chunk])
         return PayloadRow(part_N, self._of_chunk[chunk].payload, key, step.memory_of(self._bounds[chunk]))
+
+    def _receive_checked(self, batch: tuple[int, ...], parcels: Mapping[int, Parcel], step: Step) -> Iterator[Handle]:
+        yield from self._receive(batch, step.phases)
+        for peer in batch:
+            parcels[peer].check(step.stamp, self._transport.ranks[peer])
 
     def _receive(self, batch: tuple[int, ...], phases: Phases) -> Iterator[Handle]:
         yield self._coming.pop(batch)

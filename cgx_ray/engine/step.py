@@ -194,6 +194,7 @@ class StepRun:
         self.plan_version, self.num_steps, self.number = plan_version, len(steps), steps[-1]
         self.meter = meter
         self.buckets: list[PendingBucket] = []
+        # Those of them that DDP waits for.
         self._kept: list[PendingBucket] = []
         self.phases = [Phases() for _ in groups]
         self.ready_at: list[float] = [0.0] * len(groups)

@@ -25,12 +25,18 @@ BY_HAND = (
 MIXED_SAVING = 0.05
 
 
-def plans_by_hand(measured: Measured, options: Iterable[Option]) -> list[tuple[PlannedGroup, ...]]:
-    """Return the groups of the plans of BY_HAND with those of `options`; none if some layers have fixed options."""
+def plans_by_hand(
+    measured: Measured, options: Iterable[Option], min_gain: float = 0.0
+) -> list[tuple[PlannedGroup, ...]]:
+    """Return the groups of the plans of BY_HAND with those of `options`; none if some layers have fixed options.
+
+    min_gain  as for `best_plan`
+    """
     layers, found = measured.layers, []
     longest = max((layer.numel for layer in layers), default=0)
     for option in options if not measured.fixed else ():
-        if (option.codec, option.scheme) in BY_HAND and longest <= max_numel(option):
+        keeps_enough = (measured.efficiency(option) or 0.0) >= min_gain
+        if (option.codec, option.scheme) in BY_HAND and keeps_enough and longest <= max_numel(option):
             plan = make_plan(
                 layers,
                 version=0,
@@ -49,15 +55,18 @@ def unless_by_hand(
     measured: Measured,
     options: Iterable[Option],
     score: Callable[[Sequence[PlannedGroup]], float],
+    *,
+    min_gain: float = 0.0,
 ) -> BestPlan:
     """Return `found` unless its best plan is a mixture that saves less than MIXED_SAVING over plans by hand.
 
     A plan with one option only has to be no worse than them by that share.
 
-    options  of plans by hand that may be taken
-    score    of the groups of a plan, smaller is better
+    options   of plans by hand that may be taken
+    score     of the groups of a plan, smaller is better
+    min_gain  as for `best_plan`
     """
-    by_hand = plans_by_hand(measured, options)
+    by_hand = plans_by_hand(measured, options, min_gain)
     if not by_hand:
         return found
     small = {layer.name for layer in measured.layers if layer.is_small}

@@ -78,9 +78,10 @@ class Scenario:
             gain={str(codec): gain for codec, gain in zip(codecs, self.gain.values(), strict=True)},
         )
         options = codec_options((NONE, *codecs))
-        usable = [option for option in options if (measured.efficiency(option) or 0.0) >= self.min_gain]
-        answer = best_plan(measured, options, min_gain=self.min_gain)
-        answer = unless_by_hand(answer, measured, usable, lambda groups: predict(measured, groups).score)
+        found = best_plan(measured, options, min_gain=self.min_gain)
+        answer = unless_by_hand(
+            found, measured, options, lambda groups: predict(measured, groups).score, min_gain=self.min_gain
+        )
         alone = [one for one in self.periods if one > 1]
         rounds = [best_round(measured, options, one, min_gain=self.min_gain) for one in alone]
         best = min([answer.best] * (1 in self.periods) + rounds, key=lambda step: step.score)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.mesh_ranks import MeshTransport
-from support.meshes import close_all, connect_meshes, in_threads
+from support.mesh_ranks import MeshTransport, mesh_transports
+from support.meshes import in_threads
 from support.ranks import TIMEOUT_S, run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -41,10 +41,8 @@ SPECIALS = (float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-7, -1e-40, 
 @pytest.fixture(scope="module")
 def transports() -> Iterator[Mapping[int, list[MeshTransport]]]:
     """By number of ranks."""
-    meshes = {size: connect_meshes(size) for size in (2, 3, 4)}
-    yield {size: [MeshTransport(mesh, rank, size) for rank, mesh in enumerate(meshes[size])] for size in meshes}
-    for of_size in meshes.values():
-        close_all(of_size)
+    with mesh_transports(2, 3, 4) as made:
+        yield made
 
 
 def _average(transport: Any, codec: str, scheme: Scheme, grad_N: torch.Tensor) -> None:

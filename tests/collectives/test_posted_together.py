@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.mesh_ranks import MeshTransport
-from support.meshes import close_all, connect_meshes, in_threads
+from support.mesh_ranks import MeshTransport, mesh_transports
+from support.meshes import in_threads
 
 from cgx_ray.codecs import make_codec
 from cgx_ray.codecs.wire import Stamp
@@ -26,10 +26,8 @@ CODECS = ("none", "bf16", "qsgd:bits=4,bucket_size=8", "topk:density=0.1", "ef_s
 @pytest.fixture(scope="module")
 def transports() -> Iterator[Mapping[int, list[MeshTransport]]]:
     """By number of ranks."""
-    meshes = {size: connect_meshes(size) for size in (1, 3, 5)}
-    yield {size: [MeshTransport(mesh, rank, size) for rank, mesh in enumerate(meshes[size])] for size in meshes}
-    for of_size in meshes.values():
-        close_all(of_size)
+    with mesh_transports(1, 3, 5) as made:
+        yield made
 
 
 def _average(transport: MeshTransport, codec: str, scheme: str, grad_N: torch.Tensor) -> torch.Tensor:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import Tensor
 
 from cgx_ray.collectives.subset import MessageGroup
 from cgx_ray.collectives.transport.transport_like import Handle
 from cgx_ray.runtime_ext.mesh import Mesh, Parts
-from support.meshes import TIMEOUT_S
+from support.meshes import TIMEOUT_S, close_all, connect_meshes
+
+
+@contextmanager
+def mesh_transports(*sizes: int) -> Iterator[Mapping[int, list[MeshTransport]]]:
+    """Connect the ranks of worlds of these sizes; yield their transports, by size of the world."""
+    meshes = {size: connect_meshes(size) for size in sizes}
+    yield {size: [MeshTransport(mesh, rank, size) for rank, mesh in enumerate(meshes[size])] for size in meshes}
+    for of_size in meshes.values():
+        close_all(of_size)
 
 
 class MeshTransport:

@@ -165,7 +165,7 @@ class Adaptive(Policy):
         """Return the best plan. One that is not in `ran` must promise MIN_IMPROVEMENT over each that is."""
         planner_input, allowed = situation.planner_input, self._allowed(situation)
         found = self._with_rounds(planner_input, allowed, self._best_predicted(situation, allowed))
-        usable = {DENSE, *self._usable(planner_input, allowed)}
+        usable = {DENSE, *(option for option in allowed if self._keeps_enough(option, planner_input))}
         measured = [
             groups
             for groups in ran
@@ -206,12 +206,8 @@ class Adaptive(Policy):
     def _best_predicted(self, situation: Situation, allowed: Sequence[Option]) -> BestPlan:
         """Return the best plan by prediction. A mixture must beat what one would write by hand."""
         planner_input = situation.planner_input
-        found, usable = planner_input.best(allowed, self._least_gain), self._usable(planner_input, allowed)
-        return unless_by_hand(found, planner_input.now, usable, planner_input.score)
-
-    def _usable(self, planner_input: PlannerInput, allowed: Sequence[Option]) -> list[Option]:
-        """Return those of `allowed` that keep enough."""
-        return [option for option in allowed if self._keeps_enough(option, planner_input)]
+        found = planner_input.best(allowed, self._least_gain)
+        return unless_by_hand(found, planner_input.now, allowed, planner_input.score, min_gain=self._least_gain)
 
     def _with_hopes(self, situation: Situation) -> Situation:
         """Return `situation` with the seconds that are hoped of plans by hand.
@@ -226,7 +222,7 @@ class Adaptive(Policy):
         allowed = [option for option in self._allowed(situation) if option.codec in in_doubt]
         hoped = {
             groups: min(planner_input.hoped_s(groups), planner_input.step_s(predict(planner_input.now, groups)))
-            for groups in plans_by_hand(planner_input.now, self._usable(planner_input, allowed))
+            for groups in plans_by_hand(planner_input.now, allowed, self._least_gain)
         }
         return replace(situation, planner_input=replace(planner_input, plan_s={**hoped, **planner_input.plan_s}))
 
