@@ -53,6 +53,19 @@ def connect(address: str) -> None:
         raise NoClusterError(f"no Ray cluster at {address!r} ({error}); start one, or give its --address") from error
 
 
+def is_up() -> bool:
+    """Return whether the cluster of `connect` can still be reached.
+
+    Ask before each call of Ray: without its cluster Ray waits for a minute and then ends the process.
+    """
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=PORT_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
 class _Connecting:
     """A call of `ray.init` in a thread of its own, since nothing can end it."""
 

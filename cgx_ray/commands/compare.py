@@ -50,7 +50,7 @@ def compare(first: Path, second: Path, json_path: str | None) -> None:
         heading = _loss_at(*loss_steps) if name == _LOSS and loss_steps is not None else name
         table.add_row(heading, *(show(run) for run in found))
     console.print(table)
-    for note in loss_note(*records):
+    for note in (*loss_note(*records), *_model_note(records)):
         print_line(console, note)
     if json_path is not None:
         write_json(json_path, {"runs": found, "step_ratio": ratio, "loss_steps": loss_steps})
@@ -87,6 +87,15 @@ def _compare_losses(records: Sequence[RunRecord], found: Sequence[dict[str, Any]
     return window
 
 
+def _model_note(records: Sequence[RunRecord]) -> tuple[str, ...]:
+    """Return a line that the runs have gradients of different sizes, if they do."""
+    sizes = [round(record.progress[-1].get("dense_bytes", 0)) for record in records if record.progress]
+    if len(sizes) < len(records) or len({*sizes}) == 1 or not all(sizes):
+        return ()
+    of_runs = " and ".join(f"{size / 1e6:.3g} MB" for size in sizes)
+    return (f"the two did not train the same model: their gradients have {of_runs}",)
+
+
 def _loss_at(first: int, last: int) -> str:
     return f"loss at step {last}" if first == last else f"loss, steps {first} to {last}"
 
@@ -114,7 +123,7 @@ def _known_by(run: dict[str, Any], dense: RunRecord | None = None) -> str:
 
 _ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "steps that count": lambda run: f"{run['num_steps']}: {run['counted_steps']}",
-    "left out": lambda run: run["left_out_steps"] or "-",
+    "steps left out": lambda run: run["left_out_steps"] or "-",
     "time per step": _seconds("step_s", lambda run: "measured"),
     "a dense step": _seconds("dense_step_s", _known_by),
     _LOSS: _number("loss", ".4g"),

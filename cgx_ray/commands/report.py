@@ -128,10 +128,9 @@ def speed_up(record: RunRecord, dense: RunRecord | None) -> SpeedUp | None:
         known_by = "predicted by the model of the measured link, so no speed-up is named"
     elif totals.in_dense_s < totals.steps_s:
         known_by = "measured: against dense steps of this run"
-    mean_s = mean_step_s(spans(record))
     return SpeedUp(
         ratio=totals.speed_up,
-        dense_s=mean_s * totals.speed_up if mean_s is not None else None,
+        dense_s=totals.dense_s,
         is_predicted=totals.is_predicted,
         known_by=known_by,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from rich.console import Console
 
-from cgx_ray.commands.cluster import NoClusterError, address_option, connect
+from cgx_ray.commands.cluster import NoClusterError, address_option, connect, is_up
 from cgx_ray.commands.options import FILE, RunFolder, console_for
 from cgx_ray.control.live_state import NAMESPACE, run_of_actor
 from cgx_ray.errors import ConfigError
@@ -82,6 +83,10 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
         # Rich names fonts on the web; the picture loads nothing.
         with whole_file(svg) as new:
             new.write_text(re.sub(r"@font-face \{[^}]*\}\s*", "", drawn))
+    if ray.is_initialized() and not is_up():
+        # As the script that had started Ray has ended. Ray's own end would wait for it.
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def _folder_of(run: str, address: str, *, waits: bool) -> Path | None:
@@ -158,6 +163,7 @@ def _views_of_run(name: str | None, *, waits: bool) -> Iterator[LiveView | None]
     while True:
         try:
             # A controller that has just ended may still be listed.
+            actor_name = actor_name if is_up() else None
             actor = ray.get_actor(actor_name, namespace=NAMESPACE) if actor_name is not None else None
             found = ray.get(actor.look.remote(), timeout=ANSWER_S) if actor is not None else None
         except (ActorUnavailableError, GetTimeoutError):
@@ -175,7 +181,9 @@ def _views_of_run(name: str | None, *, waits: bool) -> Iterator[LiveView | None]
 
 
 def _running() -> dict[str, str]:
-    """Return the name of the controller's actor for each run on the cluster."""
+    """Return the name of the controller's actor for each run on the cluster; none if the cluster is gone."""
+    if not is_up():
+        return {}
     actors = ray.util.list_named_actors(all_namespaces=True)
     return {run_of_actor(one["name"]): one["name"] for one in actors if one["namespace"] == NAMESPACE}
 

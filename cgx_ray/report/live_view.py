@@ -135,7 +135,7 @@ def view_of_controller(found: Mapping[str, Any]) -> LiveView:
         name=found["run"],
         is_running=True,
         step=max((rank["step"] for rank in found["ranks"]), default=None),
-        plan=f"{found['plan']['text']}{trial}, version {version}{_next_plan(by_event['decision'], version)}",
+        plan=f"{found['plan']['text']}{trial}{_next_plan(by_event['decision'], version)}",
         ranks=tuple(
             RankLine(
                 name=f"rank {rank['rank']}",

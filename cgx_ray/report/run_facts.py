@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -133,32 +134,41 @@ def mean_step_s(found: Sequence[StepSpan]) -> float | None:
 
 def counted_steps(record: RunRecord) -> str:
     """Return in words which steps the run's times and its speed-up are of: those of `spans`."""
-    found = spans(record)
-    ranges: list[list[int]] = []
-    for span in found:
-        first = span.step - span.num_steps + 1
-        if ranges and ranges[-1][1] + 1 == first:
-            ranges[-1][1] = span.step
-        else:
-            ranges.append([first, span.step])
-    which = ", ".join(_steps_of(first, last) for first, last in ranges[:_SHOWN_RANGES])
-    return f"{which}{', ...' if len(ranges) > _SHOWN_RANGES else ''}"
+    return _listed([_steps_of(*each) for each in _ranges(record)])
 
 
 def left_out_steps(record: RunRecord) -> str:
     """Return in words which steps of the run are in no mean, and why; empty if none is known to be missing."""
-    found = spans(record)
-    if not found:
+    known = _ranges(record)
+    if not known:
         return ""
-    first, last = found[0].step - found[0].num_steps, found[-1].step
-    left_out = [f"{_steps_of(0, first)} (start-up)"] if first >= 0 else []
+    # The first step after a restart is in no line, too.
+    gaps = [(before + 1, first - 1) for (_, before), (first, _) in itertools.pairwise([(-1, -1), *known])]
+    left_out = [f"{_steps_of(*gap)} (start-up)" for gap in gaps if gap[0] <= gap[1]]
+    last = known[-1][1]
     if record.newest_step is not None and record.newest_step > last:
         left_out.append(f"{_steps_of(last + 1, record.newest_step)} (not reported by all ranks before the end)")
-    return ", ".join(left_out)
+    return _listed(left_out)
+
+
+def _ranges(record: RunRecord) -> list[tuple[int, int]]:
+    """Return the first and the last step of each run of steps that follow each other."""
+    ranges: list[tuple[int, int]] = []
+    for span in spans(record):
+        first = span.step - span.num_steps + 1
+        if ranges and ranges[-1][1] + 1 == first:
+            ranges[-1] = ranges[-1][0], span.step
+        else:
+            ranges.append((first, span.step))
+    return ranges
 
 
 def _steps_of(first: int, last: int) -> str:
     return f"{first} to {last}" if last > first else str(first)
+
+
+def _listed(texts: Sequence[str]) -> str:
+    return ", ".join([*texts[:_SHOWN_RANGES], *(["..."] if len(texts) > _SHOWN_RANGES else [])])
 
 
 def between_share(found: Sequence[StepSpan]) -> float:

@@ -70,4 +70,4 @@ def end_line(engine: Engine | ShardedEngine, *, takes_folder: bool) -> str:
         said += f", dense sends {dense}" if compares else ""
         if share >= MOSTLY:
             said += "; compute bounds your steps, compression hardly pays here"
-    return f"{said}{'; attach(folder=) compares with dense, and writes a journal' if takes_folder else ''}"
+    return f"{said}{'; attach(folder=) writes a journal for `cgx-ray report`' if takes_folder else ''}"

@@ -75,11 +75,23 @@ def means_static(arguments: Mapping[str, Any]) -> bool:
     given = [name for name, value in arguments.items() if value is not None]
     static, others = ([name for name in given if (name in OF_STATIC) is own] for own in (True, False))
     if static and others:
-        raise ConfigError(
-            f"{static[0]} means policy 'static', which has no {others[0]}; leave one of them out, or give a policy "
-            "that takes both"
-        )
+        remedy = "leave one of them out, or give a policy that takes both"
+        if meant := _with_parameter(arguments.get("codec"), others[0], arguments[others[0]]):
+            remedy = f"did you mean codec={meant!r}?"
+        raise ConfigError(f"{static[0]} means policy 'static', which has no {others[0]}; {remedy}")
     return bool(static)
+
+
+def _with_parameter(codec: object, name: str, value: object) -> str | None:
+    """Return the text of `codec` with a parameter more, such as bits; None if it is no text, or does not take it."""
+    if not isinstance(codec, str):
+        return None
+    meant = f"{codec}{',' if ':' in codec else ':'}{name}={value}"
+    try:
+        CodecSpec.parse(meant)
+    except ConfigError:
+        return None
+    return meant
 
 
 def is_timeout(timeout_s: object) -> bool:

@@ -201,7 +201,7 @@ def _held_back(rank: int, scheme: str, piece_bytes: int) -> tuple[float, int]:
         module.time = _Clock  # type: ignore[attr-defined]
     pieces.PIECE_BYTES = pieces.DEVICE_PIECE_BYTES = piece_bytes
     codec = make_codec(CodecSpec.parse("none"))
-    link = _transport("tcp", cgx_ray.SimulatedLink(latency_s=1000.0, schedule=((0, 8.0),)))
+    link = _transport("tcp", cgx_ray.SimulatedLink(latency_s=1000.0, schedule=((0, 8e4),)))
     exchange = make_exchange(codec, Scheme(scheme), 3 * 1000, 4, link)
     grad_N = torch.ones(3 * 1000)
     exchange.run(grad_N, None, Stamp(plan_version=0, step=0, group=0, codec="none"), 0, Phases())
@@ -218,8 +218,8 @@ def test_a_simulated_link_holds_back_every_byte_and_up_to_a_hop_per_message_and_
     # A chunk of 4,000 bytes makes 14 pieces.
     most_hops = num_hops * (1 if piece_bytes == WHOLE else 14)
     for held_s, sent_bytes in run_ranks(WORLD, _held_back, scheme, piece_bytes):
-        # The link takes a byte per second. Latencies overlap with bytes that are sent meanwhile.
-        assert 1000 + sent_bytes - 1e-6 <= held_s <= 1000 * most_hops + sent_bytes + 1e-6
+        # The link takes 10,000 bytes per second. Latencies overlap with bytes that are sent meanwhile.
+        assert 1000 + sent_bytes / 1e4 - 1e-6 <= held_s <= 1000 * most_hops + sent_bytes / 1e4 + 1e-6
 
 
 def _sent_bytes(rank: int, piece_bytes: int, kind: str) -> int:

@@ -18,7 +18,7 @@ from cgx_ray.cli import main
 from cgx_ray.commands import top
 from cgx_ray.commands.cluster import NoClusterError
 from cgx_ray.control.journal.lines import Journal
-from cgx_ray.control.live_state import LiveState, new_actor_name, run_of_actor
+from cgx_ray.control.live_state import NAMESPACE, LiveState, new_actor_name, run_of_actor
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.errors import ConfigError
@@ -69,7 +69,7 @@ def test_the_view_of_a_controller_shows_ranks_links_plan_and_decisions_in_80_col
     assert "speed newest steps 4.36x as fast as dense" in text
     assert "100 Mbit/s per rank (spread " in text
     assert "10.0.0.2 (ranks 2): 11 MiB/s out, 10 MiB/s in, others 2 MiB/s" in text
-    assert "qsgd 4-bit over sra, version" in text
+    assert "qsgd 4-bit over sra" in text
     assert "dense -> qsgd 4-bit over sra: first measurements" in text
     assert "predicted 620 ms per step, measured 62" in text
 
@@ -99,10 +99,10 @@ def test_a_plan_that_ranks_do_not_have_yet_is_shown_as_the_next_one(tmp_path: Pa
     run.gbps, run.lag = 0.1, 20
     run.run(15)
     coming = "; next qsgd 4-bit over sra, decided at step 3"
-    assert view_of_controller(asked(run, tmp_path)).plan == f"dense, version 0{coming}"
+    assert view_of_controller(asked(run, tmp_path)).plan == f"dense{coming}"
     assert view_of_record(load_run(tmp_path)).plan == f"dense{coming}"
     run.run(20)
-    assert view_of_controller(asked(run, tmp_path)).plan == "qsgd 4-bit over sra (on trial), version 1"
+    assert view_of_controller(asked(run, tmp_path)).plan == "qsgd 4-bit over sra (on trial)"
     assert view_of_record(load_run(tmp_path)).plan == "qsgd 4-bit over sra"
     # Its plans have numbers of their own.
     again = start(tmp_path)
@@ -180,6 +180,27 @@ def test_top_waits_for_a_run_that_has_not_begun(monkeypatch: pytest.MonkeyPatch)
     assert top._find("late") == ("late", "late/1")
     with pytest.raises(ConfigError, match="no run 'early'"):
         next(top._views_of_run("early", waits=False))
+
+
+def test_top_asks_nothing_of_a_cluster_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_up = [True]
+
+    def listed(*, all_namespaces: bool) -> list[dict[str, str]]:
+        assert is_up[0], "Ray would wait for a minute, and then end the process"
+        return [{"name": new_actor_name("mine"), "namespace": NAMESPACE}]
+
+    def found(name: str, namespace: str) -> None:
+        assert is_up[0], "as above"
+        raise ValueError("it starts")
+
+    monkeypatch.setattr(top, "is_up", lambda: is_up[0])
+    monkeypatch.setattr(top.ray.util, "list_named_actors", listed)
+    monkeypatch.setattr(top.ray, "get_actor", found)
+    monkeypatch.setattr(top, "RESTART_S", 0.0)
+    views = top._views_of_run("mine", waits=True)
+    assert next(views) is None
+    is_up[0] = False
+    assert list(views) in ([], [None])
 
 
 def test_a_run_without_its_controller_is_shown_from_its_files(tmp_path: Path) -> None:

@@ -178,8 +178,20 @@ def test_the_steps_of_a_mean_and_those_left_out_are_named(tmp_path: Path) -> Non
     assert told["left_out_steps"] == left_out
     said = " ".join(invoke("compare", tmp_path, tmp_path).split())
     assert "steps that count 19: 2 to 20 19: 2 to 20" in said
-    assert "0 to 1 (start-up)" in said
-    assert f"Means are over 19 steps, 2 to 20; left out: {left_out}." in (tmp_path / "report.html").read_text()
+    assert "steps left out 0 to 1 (start-up)" in said
+    assert f"Means are over 19 steps, 2 to 20; steps left out: {left_out}." in (tmp_path / "report.html").read_text()
+
+
+def test_runs_of_other_models_are_told_from_those_of_one(tmp_path: Path) -> None:
+    said = "the two did not train the same model"
+    for name in ("one", "other"):
+        train(tmp_path / name, 0.1)
+    assert said not in invoke("compare", tmp_path / "one", tmp_path / "other")
+    journal = tmp_path / "other" / "decisions.jsonl"
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    larger = [line | {"dense_bytes": 2 * line["dense_bytes"]} if "dense_bytes" in line else line for line in lines]
+    journal.write_text("".join(json.dumps(line) + "\n" for line in larger))
+    assert f"{said}: their gradients have " in " ".join(invoke("compare", tmp_path / "one", tmp_path / "other").split())
 
 
 def test_runs_without_a_loss_are_named_once(tmp_path: Path) -> None:

@@ -70,6 +70,12 @@ def test_a_new_plan_is_one_line_in_plain_words() -> None:
     assert stays == "decided at step 12: stays dense; predicted 600 ms per step; bf16 was 12% slower"
 
 
+def test_what_has_no_room_in_a_line_is_left_out_whole() -> None:
+    groups = "qsgd 2-bit bucket_size=64 over allgather and 1 other, every 32 steps"
+    said = decision_line(decided("dense", groups, situation={"cause": "bandwidth fell " * 9}))
+    assert said == f"decided at step 12: {groups}; predicted 600 ms per step"
+
+
 def test_a_plan_is_logged_once_with_the_step_from_which_on_it_holds(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -134,6 +140,15 @@ def test_the_verdict_compares_measured_steps_with_what_dense_took_on_that_networ
     assert run.verdict(beside=(0.5, 2.0)).startswith(
         "4x faster than dense (on average 500 ms instead of 2 s per step); "
     )
+
+
+def test_dense_steps_and_those_that_none_is_known_for_count_too() -> None:
+    # The last dense steps came when the next plan was decided on, and the first under it before any prediction.
+    dense = progress(0, 10, 0.5, 1.0), progress(0, 10, 0.4, None)
+    run = totals(started(), *dense, decided("dense", QSGD), progress(1, 20, 0.1, None), progress(1, 60, 0.1, 4.5))
+    assert run.dense_s == pytest.approx((10 * 0.5 + 10 * 0.4 + 60 * 0.45) / 80)
+    assert run.speed_up == pytest.approx(run.dense_s / run.step_s)
+    assert run.verdict().startswith("2.6x faster than dense (on average 170 ms instead of 450 ms per step); ")
 
 
 def test_a_verdict_on_a_network_without_dense_steps_says_that_it_is_predicted() -> None:
@@ -211,8 +226,9 @@ def test_a_run_in_the_same_folder_without_the_history_begins_its_plans_anew() ->
 
 
 def test_too_few_steps_are_no_verdict() -> None:
-    said = "1 step under dense, 1 s per step; how fast dense would be is not known"
-    assert totals(started(), progress(0, 1, 1.0, None)).verdict() == said
+    said = f"1 step under {QSGD}, 1 s per step; how fast dense would be is not known"
+    assert totals(started(QSGD), progress(0, 1, 1.0, None)).verdict() == said
+    assert totals(started(), progress(0, 1, 1.0, None)).verdict() == "1 step under dense, 1 s per step"
 
 
 def test_a_plan_is_since_the_first_step_under_it_not_since_its_decision() -> None:
@@ -284,7 +300,7 @@ def test_the_end_says_what_the_steps_have_taken() -> None:
     round_of_3: dict[str, Any] = {"step_s": 0.2, "compute_s": 0.1, "num_steps": 3}
     assert end_line(_engine("qsgd", {"step_s": 0.4, "compute_s": 0.1}, round_of_3), takes_folder=True) == (
         "4 steps under qsgd 4-bit over sra, 250 ms each, compute is 40% of it; a rank sent 0.0015 MB per step, dense "
-        "sends 0.006 MB; attach(folder=) compares with dense, and writes a journal"
+        "sends 0.006 MB; attach(folder=) writes a journal for `cgx-ray report`"
     )
     bound = end_line(_engine("none", {"step_s": 0.1, "compute_s": 0.11}), takes_folder=False)
     assert bound == (

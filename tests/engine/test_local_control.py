@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import cgx_ray
 from cgx_ray.cli import main
 from cgx_ray.collectives.transport.simulated_link import SimulatedLink
+from cgx_ray.control.journal.lines import Journal, report_hint
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import NONE
 from cgx_ray.report.journal_schema import journal_problem
@@ -305,6 +306,8 @@ def test_a_folder_that_cannot_be_written_is_promised_by_no_line(tmp_path: Path) 
     (end,) = (line for line in said if "There is no journal: " in line)
     assert " per step on average" in end or "how fast dense would be is not known" in end
     assert "cgx-ray report" not in end
+    # Also of a run that ends before its first line was tried.
+    assert report_hint(Journal(tmp_path / "file" / "decisions.jsonl", warns=False)) == "There is no journal"
 
 
 def refused(rank: int, folder: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from contextlib import closing
@@ -239,6 +240,9 @@ def test_a_simulated_schedule_has_pairs() -> None:
         SimulatedLink(latency_s="1ms", schedule=((0, 1e8),))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="give numbers, such as"):
         SimulatedLink(latency_s=1e-3, schedule=((0, "100mbps"),))  # type: ignore[arg-type]
+    for rate in (100, -1e8, math.nan, math.inf):
+        with pytest.raises(ConfigError, match="give 10000 or more, such as 1e8 for 100 Mbit/s"):
+            SimulatedLink(latency_s=1e-3, schedule=((0, rate),))
 
 
 def _attach_in_vain(rank: int) -> int:

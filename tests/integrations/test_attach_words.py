@@ -25,6 +25,9 @@ def test_attach_and_config_refuse_an_argument_beside_a_codec_in_the_same_words()
     assert said[0].startswith("codec means policy 'static', which has no fidelity; leave one of them out")
     with pytest.raises(cgx_ray.ConfigError, match=r"takes fidelity, .*; did you mean 'periods'\? Else leave it out"):
         cgx_ray.CGXConfig(policy="adaptive", period=4)
+    for codec, meant in (("qsgd", "qsgd:bits=4"), ("qsgd:bucket_size=64", "qsgd:bucket_size=64,bits=4")):
+        with pytest.raises(cgx_ray.ConfigError, match=f"which has no bits; did you mean codec='{meant}'"):
+            cgx_ray.CGXConfig(codec=codec, bits=4)
     for scheme in ("sar", "srq"):
         with pytest.raises(cgx_ray.ConfigError, match="did you mean 'sra'"):
             cgx_ray.CGXConfig(scheme=scheme)

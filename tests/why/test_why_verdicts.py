@@ -139,6 +139,17 @@ def test_ranks_that_are_last_in_turns_are_told_from_one_that_always_is() -> None
     verdict = verdict_of(records)
     assert verdict.bound is Bound.RANK
     assert verdict.costs[0].who == "ranks in turns"
+    # Of two ranks each is the last in half of the steps. What the other waits is no part of the compute; the exchange
+    # takes 100 ms.
+    verdict = verdict_of(
+        [
+            replace(one, steps=tuple(long if step % 2 == one.rank else short for step in range(20)))
+            for one in records[:2]
+        ]
+    )
+    assert verdict.parts is not None
+    said = "300 ms compute, 100 ms other waits, 300 ms waiting for ranks that come last in turns."
+    assert verdict.sentence == f"Your step takes 700 ms: {said}"
 
 
 def test_a_rank_s_gpu_is_found_although_another_rank_of_its_node_has_asked() -> None:

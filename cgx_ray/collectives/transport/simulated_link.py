@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from cgx_ray.errors import ConfigError, names_arguments
 
+# Bit/s. Less is most likely a rate in Mbit/s.
+LEAST_RATE = 1e4
+
 
 @names_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +21,7 @@ class SimulatedLink:
     Every rank counts as a node of its own, so hierarchical plans run as flat ones.
 
     latency_s  one way
-    schedule   (first step, bit/s) pairs, ascending by step, the first for step 0
+    schedule   (first step, bit/s) pairs, ascending by step, the first for step 0; LEAST_RATE or more
     """
 
     latency_s: float
@@ -38,8 +41,10 @@ class SimulatedLink:
             raise ConfigError(f"simulated schedule {self.schedule!r} is not allowed; give numbers, such as ((0, 1e8),)")
         if not steps or steps[0] != 0 or steps != sorted(set(steps)):
             raise ConfigError(f"simulated schedule starts at steps {steps}; they must ascend from 0")
-        if not all(rate > 0 for rate in rates):
-            raise ConfigError(f"simulated rates {rates} bit/s are not allowed; give positive ones")
+        if not all(LEAST_RATE <= rate < math.inf for rate in rates):
+            raise ConfigError(
+                f"simulated rates {rates} bit/s are not allowed; give {LEAST_RATE:g} or more, such as 1e8 for 100 Mbit/s"
+            )
 
     def rate_at(self, step: int) -> float:
         """Return the rate at `step`, in bit/s."""

@@ -13,35 +13,43 @@ LINE_S, LINE_SHARE = 2.0, 0.01
 
 
 class _Sums:
-    """Sums over steps of one plan. `last_step`: the newest of them."""
+    """Sums over steps of one plan. `last_step`: the newest of them.
+
+    What dense steps would take is not known of all, such as those before a plan's first round: the mean is that of the
+    others.
+    """
 
     def __init__(self, version: int) -> None:
         self.version = version
         self.last_step = -1
         self._num_steps = 0
         self._parts = dict.fromkeys(("between_s", *MEAN_PARTS), 0.0)
-        self._losses: list[float] = [0.0, 0.0]
-        self._speed_ups: list[float] = [0.0, 0.0]
+        # A sum, and the number of what is in it.
+        self._losses = [0.0, 0.0]
+        self._dense_s = [0.0, 0.0]
 
     def add_step(self, step: JoinedStep, speed_up: float | None) -> None:
         self.last_step = max(self.last_step, step.step)
         self._num_steps += step.num_steps
         for name, mean in {"between_s": step.between_s, **step.means}.items():
             self._parts[name] += step.num_steps * mean
-        for sums, value in ((self._losses, step.loss), (self._speed_ups, speed_up)):
-            if value is not None:
-                sums[0] += value
-                sums[1] += 1
+        if step.loss is not None:
+            self._losses[0] += step.loss
+            self._losses[1] += 1
+        if speed_up is not None:
+            self._dense_s[0] += step.num_steps * speed_up * step.means["step_s"]
+            self._dense_s[1] += step.num_steps
 
     def fields(self) -> dict[str, Any]:
         """Return the means for a line of the journal."""
-        loss, speed_up = (total / num if num else None for total, num in (self._losses, self._speed_ups))
+        loss, dense_s = (total / num if num else None for total, num in (self._losses, self._dense_s))
+        means = {name: total / self._num_steps for name, total in self._parts.items()}
         return {
             "step": self.last_step,
             "num_steps": self._num_steps,
             "version": self.version,
-            **{name: total / self._num_steps for name, total in self._parts.items()},
-            "speed_up": speed_up,
+            **means,
+            "speed_up": dense_s / means["step_s"] if dense_s is not None and means["step_s"] > 0 else None,
             "loss": loss,
         }
 

@@ -73,11 +73,10 @@ def decision_line(entry: Mapping[str, Any], codec: str | None = None, *, first_s
 def _line(head: str, tail: str = "", cause: str = "") -> str:
     """Join the parts. The tail gives way to a cause that has no room else, from its end."""
     first = tail.partition(", ")[0]
-    for kept in (tail, first, first.removesuffix(" per step"), "") if cause else ():
-        said = f"{head}{kept}{'; ' if tail else ': '}{cause}"
-        if len(said) <= MAX_LINE:
-            return said
-    return shorten(head + tail, MAX_LINE, placeholder=" ...")
+    tails = (tail, first, first.removesuffix(" per step"), "")
+    with_cause = [f"{head}{kept}{'; ' if tail else ': '}{cause}" for kept in tails if cause]
+    said = [*with_cause, *(head + kept for kept in tails)]
+    return next((line for line in said if len(line) <= MAX_LINE), shorten(head, MAX_LINE, placeholder=" ..."))
 
 
 class _InForce(NamedTuple):
@@ -105,8 +104,8 @@ class RunTotals:
     plan      of the last steps, but for measuring steps; since which step. Ranks get a plan some steps after its
               decision, or never
     num_all   steps
-    steps_s   seconds of those that are known beside dense ones; `as_dense_s` those of dense steps in their place,
-              `in_dense_s` of steps that were dense, of which there are `num_in_dense`
+    steps_s   seconds of those that are known beside dense ones, `num_known` of them; `as_dense_s` those of dense steps
+              in their place, `in_dense_s` of steps that were dense, of which there are `num_in_dense`
     measured_s
               seconds of others, on networks where dense was measured
     is_in_memory
@@ -117,6 +116,7 @@ class RunTotals:
     since: int = 0
     num_all: int = 0
     steps_s: float = 0.0
+    num_known: int = 0
     as_dense_s: float = 0.0
     in_dense_s: float = 0.0
     num_in_dense: int = 0
@@ -129,6 +129,8 @@ class RunTotals:
     # Version, plan and step of a decision whose plan no step is known to have had.
     _decided: tuple[int, str, int] | None = None
     _plans: dict[int, _InForce] = field(default_factory=dict)
+    # Speed-ups are known once there are predictions.
+    _has_speed_up: bool = False
     # Plan on trial of the last steps, "" if there was none.
     _tried: str = ""
 
@@ -170,8 +172,13 @@ class RunTotals:
         return plan
 
     def _add_progress(self, entry: Mapping[str, Any]) -> None:
-        num_steps, speed_up = entry["num_steps"], entry.get("speed_up")
-        seconds, plan = num_steps * entry["step_s"], self.add_version(entry["step"] - num_steps + 1, entry["version"])
+        num_steps, seconds = entry["num_steps"], entry["num_steps"] * entry["step_s"]
+        plan = self.add_version(entry["step"] - num_steps + 1, entry["version"])
+        speed_up = entry.get("speed_up")
+        self._has_speed_up |= speed_up is not None
+        if plan is not None and plan.is_dense:
+            # Also of those that ended when the next plan was decided on already.
+            speed_up = 1.0
         self._tried = plan.plan if plan is not None and plan.is_trial else ""
         self.num_all += num_steps
         self.all_s += seconds
@@ -179,6 +186,7 @@ class RunTotals:
         if speed_up is None:
             return
         self.steps_s += seconds
+        self.num_known += num_steps
         self.as_dense_s += speed_up * seconds
         if plan is not None and plan.is_dense:
             self.in_dense_s += seconds
@@ -198,21 +206,31 @@ class RunTotals:
         return 1.0 if self.plan == DENSE else losses[-1] if losses else None
 
     @property
+    def step_s(self) -> float:
+        """Mean seconds of a step; 0 without steps."""
+        return self.all_s / self.num_all if self.num_all else 0.0
+
+    @property
+    def dense_s(self) -> float | None:
+        """Mean seconds of a dense step in place of those of the run, None if nothing is known of them."""
+        return self.as_dense_s / self.num_known if self._has_speed_up else None
+
+    @property
     def speed_up(self) -> float | None:
-        """Seconds of dense steps over those of the run, None if nothing is known of them."""
-        return self.as_dense_s / self.steps_s if self.steps_s > 0 else None
+        """`dense_s` over `step_s`."""
+        return self.dense_s / self.step_s if self.dense_s is not None else None
 
     def verdict(self, beside: tuple[float, float] | None = None) -> str:
         """Return what the run has brought, in one line. It holds for whole runs, also under several plans.
 
         beside  mean seconds of a step of this run, and of a run that was dense and trained beside it
         """
-        mean_s = self.all_s / self.num_all if self.num_all else 0.0
-        known = beside or (self.speed_up and (mean_s, self.speed_up * mean_s))
+        known = beside or (self.dense_s is not None and (self.step_s, self.dense_s))
         if not known:
-            took = f", {format_seconds(mean_s)} per step" if mean_s else ""
+            took = f", {format_seconds(self.step_s)} per step" if self.num_all else ""
             steps = format_count(self.num_all, "step")
-            return f"{steps} under {self.plan}{took}; how fast {DENSE} would be is not known"
+            unknown = f"; how fast {DENSE} would be is not known" if self.plan != DENSE else ""
+            return f"{steps} under {self.plan}{took}{unknown}"
         is_dense = self.in_dense_s >= MOSTLY * self.steps_s
         if beside is None and is_dense and (self.plan == DENSE or self._compute_share >= MOSTLY):
             return self._dense_verdict()
