@@ -231,7 +231,7 @@ class RunTotals:
             steps = format_count(self.num_all, "step")
             unknown = f"; how fast {DENSE} would be is not known" if self.plan != DENSE else ""
             return f"{steps} under {self.plan}{took}{unknown}"
-        is_dense = self.in_dense_s >= MOSTLY * self.steps_s
+        is_dense = self.in_dense_s >= MOSTLY * self.all_s
         if beside is None and is_dense and (self.plan == DENSE or self._compute_share >= MOSTLY):
             return self._dense_verdict()
         step_s, dense_s = known
@@ -290,4 +290,4 @@ class RunTotals:
             if self.link == "machine":
                 helps = "but within a machine compression saves little of it"
             why = f"as policy static keeps it; {rest}, {helps}"
-        return f"{DENSE} {100 * self.in_dense_s / self.steps_s:.0f} % of the time: {why}"
+        return f"{DENSE} {100 * self.in_dense_s / self.all_s:.0f} % of the time: {why}"
