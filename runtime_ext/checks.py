@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
@@ -9,8 +11,8 @@ try:
     from . import _native
 except ImportError as error:
     raise ImportError(
-        "cgx_ray.runtime_ext._native is missing or does not load; build it: "
-        "pip install -e . --no-build-isolation (needs a C++20 compiler)"
+        f"{os.path.dirname(__file__)}/_native is missing or does not load; build it: pip install -e . "
+        "--no-build-isolation (needs a C++20 compiler); or, if this is no installed folder, run Python outside of it"
     ) from error
 
 native = _native

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cgx_ray.codecs.wire import Stamp
 from cgx_ray.collectives import Handle, Phases, Transport
-from cgx_ray.collectives.transport.transport_like import VendorCall
+from cgx_ray.collectives.transport.transport_like import VendorCall, ring_bytes
 from cgx_ray.engine.gains.gain_meter import StepMeter
 from cgx_ray.engine.group import Group
 from cgx_ray.engine.loss_scale import Scales
@@ -215,6 +215,8 @@ class StepRun:
         self._averaged: set[str] = set()
         # Averages that may go back: those of groups with NaN or Inf wait until all ranks know in which layers it is.
         self._returned: set[str] = set()
+        # Of what `PendingBucket.shared` has.
+        self.shared_bytes = 0
         self._under_way: list[_UnderWay] = []
 
     def take_early(self, early: EarlyGradient) -> None:
@@ -341,6 +343,7 @@ class StepRun:
 
     def _share(self, shared: Tensor) -> None:
         """Replace `shared` by its mean over ranks. All ranks have started their groups' sums by now."""
+        self.shared_bytes += ring_bytes(shared.numel() * shared.element_size(), self._transport.world_size)
         for handle in self._transport.all_reduce(shared):
             self._transport.finish(handle)
         shared /= self._transport.world_size

@@ -62,7 +62,7 @@ def sample_of_step(
         encode_s=sum(phases.encode for phases in step.phases) / num_steps,
         exchange_s=sum(seconds) / num_steps,
         decode_s=sum(phases.decode for phases in step.phases) / num_steps,
-        wire_bytes=round(sum(group.sent_bytes for group in step.groups) / num_steps),
+        wire_bytes=round((step.shared_bytes + sum(group.sent_bytes for group in step.groups)) / num_steps),
         card_bytes=transport.take_card_bytes(),
         dense_bytes=sum(group.dense_bytes for group in step.groups),
         ready_s=tuple((ready - began_s) / num_steps for ready in step.ready_at),

@@ -141,8 +141,8 @@ def verdict(answer: BestPlan, num_workers: int) -> str:
     kept = f"; {best.describe_kept()}" if best.efficiency < 1 else ""
     every = f", with an exchange every {best.period} steps" if best.period > 1 else ""
     return (
-        f"{dense.step_s / best.step_s:.2f}x faster than dense, which is bound by {dense.bound_by}: steps of {best_step} "
-        f"instead of {dense_step}{every}{kept}."
+        f"{dense.step_s / best.step_s:.2f}x faster than dense, which is bound by {dense.bound_by}: steps of "
+        f"{best_step} instead of {dense_step}{every}{kept}."
     )
 
 

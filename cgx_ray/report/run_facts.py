@@ -323,14 +323,14 @@ def next_step(record: RunRecord, gained: SpeedUp | None) -> str:
     if gained is not None and gained.ratio < 1.1:
         return "Dense gradients are nearly as fast on this link: compression helps on a slower one or with more nodes."
     exchange = f" ({parts[2] / sum(parts):.0%} of the last steps)" if parts is not None and sum(parts) > 0 else ""
-    return f"The exchange is what is left to shorten{exchange}: try {_next_fidelity(record)}, and compare the loss."
-
-
-def _next_fidelity(record: RunRecord) -> str:
-    """Return the level after that of an adaptive run, which its options show."""
     policy = record.starts[-1]["policy"] if record.starts else {}
-    if policy.get("max_loss") is not None:
-        return "fidelity='fast', which allows sparser codecs and longer periods"
-    if len(policy.get("periods", ())) > 1:
-        return "candidates of your own"
-    return "fidelity='balanced', which allows what was measured within 5 % of dense's loss"
+    looser = _LOOSER.get(str(policy.get("fidelity")), "with codecs that send less")
+    return f"The exchange is what is left to shorten{exchange}: try again {looser}, and compare the loss."
+
+
+# By fidelity, what an adaptive run may try next.
+_LOOSER = {
+    "strict": "with fidelity='balanced', which allows what was measured within 5 % of dense's loss",
+    "balanced": "with fidelity='fast', which allows sparser codecs",
+    "fast": "with candidates of your own",
+}

@@ -120,7 +120,9 @@ class Attachment:
         """Return numbers by name, for TensorBoard, W&B, MLflow; empty where there is no step.
 
         cgx_ray/step_s, cgx_ray/compute_s    seconds of a step, and of the part that exchanges do not lengthen
-        cgx_ray/wire_mb, cgx_ray/dense_mb    what this rank has sent per step, and its gradients without compression
+        cgx_ray/wire_mb, cgx_ray/dense_mb    what this rank has sent per step, and the size of its gradients without
+                                             compression: among N ranks, dense DDP sends 2 (N-1) / N times as much, and
+                                             FSDP2 half of that
         cgx_ray/period, cgx_ray/plan         of the last step: steps per exchange, and the version of the plan
 
         The first four are means over the steps since the last call; without a new step all are those of that call.

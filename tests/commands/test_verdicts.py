@@ -266,10 +266,15 @@ def test_one_decision_on_a_change_does_not_make_the_error(tmp_path: Path) -> Non
 
 def test_sentences_of_the_page_have_no_backticks_and_try_balanced_before_fast(tmp_path: Path) -> None:
     record = load_run(train(tmp_path, 0.02))
-    text = next_step(record, None)
-    assert "fidelity='balanced'" in text, text
-    record.starts[-1]["policy"]["max_loss"] = 1.05
-    assert "fidelity='fast'" in next_step(record, None)
+    policy = record.starts[-1]["policy"]
+    for fidelity, says in (
+        ("strict", "fidelity='balanced', which "),
+        ("balanced", "fidelity='fast', which "),
+        ("fast", "candidates of your own, "),
+        (None, "codecs that send less, "),
+    ):
+        policy["fidelity"] = fidelity
+        assert f"try again with {says}" in next_step(record, None)
     _, page, _ = report(tmp_path)
     assert "`" not in page
 

@@ -161,9 +161,9 @@ def test_a_verdict_on_a_network_without_dense_steps_says_that_it_is_predicted() 
 
 
 def test_a_plan_that_no_reported_step_had_is_named_as_decided() -> None:
-    late = f"{QSGD}, decided at step 12, came after the last reported step"
+    late = f"{QSGD}, decided once step 12 was reported, came after the last reported step"
     run = totals(started(), progress(0, 13, 1.8, 1.0), decided("dense", QSGD))
-    assert run.verdict() == f"dense 100 % of the time: {late}"
+    assert run.verdict() == f"dense 100 % of the time, 1.8 s per step: {late}"
     assert f"; dense from the first step on; {late}" in run.verdict(beside=(0.5, 2.0))
     run.add_line(progress(1, 5, 0.5, 4.0))
     assert "decided" not in run.verdict()
@@ -172,7 +172,7 @@ def test_a_plan_that_no_reported_step_had_is_named_as_decided() -> None:
     run = totals(started(), progress(0, 13, 1.8, 1.0), kept)
     assert "all ranks are on one machine" in run.verdict()
     run.add_line(decided("dense", QSGD))
-    assert run.verdict() == f"dense 100 % of the time: {late}"
+    assert run.verdict() == f"dense 100 % of the time, 1.8 s per step: {late}"
 
 
 def test_a_verdict_over_predicted_dense_steps_names_those_that_ran_elsewhere() -> None:
@@ -199,12 +199,13 @@ def test_a_run_that_gained_nothing_is_told_so(speed_up: float, says: str) -> Non
 def test_a_dense_run_says_why() -> None:
     both = progress(0, 97, 1.0, 1.0, compute_s=0.98), progress(1, 3, 1.0, 1.1)
     run = totals(started(), both[0], decided("dense", QSGD), both[1])
-    assert run.verdict() == "dense 97 % of the time: compute bounds your steps, compression would not pay here"
+    said = "dense 97 % of the time, 1 s per step: compute bounds your steps, compression would not pay here"
+    assert run.verdict() == said
     waiting = progress(0, 97, 1.0, 1.0, compute_s=0.3), progress(1, 3, 0.3, 3.0, compute_s=0.3)
     run = totals(started(), waiting[0], decided("dense", QSGD), waiting[1])
     assert QSGD in run.verdict(), "a plan did promise enough"
     run = totals(started(), progress(0, 9, 1.0, 1.0))
-    assert run.verdict() == "dense 100 % of the time: no other plan promised enough"
+    assert run.verdict() == "dense 100 % of the time, 1 s per step: no other plan promised enough"
     run = totals(started(kind="static"), progress(0, 9, 1.0, 1.0))
     assert "70% of a step is not compute, so policy adaptive may help" in run.verdict()
     run = totals(started(kind="static") | {"link": "machine"}, progress(0, 9, 1.0, 1.0))

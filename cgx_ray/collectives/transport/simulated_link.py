@@ -43,7 +43,8 @@ class SimulatedLink:
             raise ConfigError(f"simulated schedule starts at steps {steps}; they must ascend from 0")
         if not all(LEAST_RATE <= rate < math.inf for rate in rates):
             raise ConfigError(
-                f"simulated rates {rates} bit/s are not allowed; give {LEAST_RATE:g} or more, such as 1e8 for 100 Mbit/s"
+                f"simulated rates {rates} bit/s are not allowed; give {LEAST_RATE:g} or more, such as 1e8 for "
+                "100 Mbit/s"
             )
 
     def rate_at(self, step: int) -> float:

@@ -24,8 +24,8 @@ from cgx_ray.control.network.estimate import FEW, Z_95
 
 # Least ratio of the two halves that counts as a fast change. With small batches single norms differ by 2x.
 FAST_CHANGE = 1.5
-# Ratio of learning rates that counts as a change, and steps for which gradients change fast after it: as many as norms
-# take.
+# Ratio of learning rates that counts as a change if it comes about within so many steps, for which gradients change
+# fast after it: as many as norms take. A slow decay changes nothing fast.
 OTHER_RATE, RATE_STEPS = 2.0, 120
 
 
@@ -50,7 +50,7 @@ class LearningPhase:
 
     def __init__(self) -> None:
         self._norms: deque[float] = deque(maxlen=2 * FEW)
-        self._rate: float | None = None
+        self._rates: deque[float] = deque(maxlen=RATE_STEPS)
         self._num_left = 0
 
     def add_norm(self, norm: float | None) -> None:
@@ -59,19 +59,19 @@ class LearningPhase:
             self._norms.append(norm)
 
     def add_rate(self, lr: float | None) -> bool:
-        """Add the learning rate of a step, None if it is unknown; return whether it has changed by OTHER_RATE.
+        """Add the learning rate of a step, None if it is unknown; return whether it has just changed by OTHER_RATE.
 
-        A slow decay counts each time that it has added up to OTHER_RATE. The first rate is no change. Without any rate
-        the norm alone decides.
+        The first rate is no change. Without any rate the norm alone decides.
         """
         self._num_left = max(0, self._num_left - 1)
         if lr is None or not 0 < lr < math.inf:
             return False
-        self._rate = self._rate or lr
-        if 1 / OTHER_RATE < lr / self._rate < OTHER_RATE:
-            return False
-        self._rate, self._num_left = lr, RATE_STEPS
-        return True
+        has_changed = bool(self._rates) and not 1 / OTHER_RATE < lr / self._rates[0] < OTHER_RATE
+        if has_changed:
+            self._rates.clear()
+            self._num_left = RATE_STEPS
+        self._rates.append(lr)
+        return has_changed
 
     @property
     def is_on(self) -> bool:

@@ -269,7 +269,7 @@ class RunTotals:
         if self._decided is None or self._decided[1] == self.plan:
             return ""
         _, plan, step = self._decided
-        return f"{plan}, decided at step {step}, came after the last reported step"
+        return f"{plan}, decided once step {step} was reported, came after the last reported step"
 
     @property
     def _compute_share(self) -> float:
@@ -290,4 +290,5 @@ class RunTotals:
             if self.link == "machine":
                 helps = "but within a machine compression saves little of it"
             why = f"as policy static keeps it; {rest}, {helps}"
-        return f"{DENSE} {100 * self.in_dense_s / self.all_s:.0f} % of the time: {why}"
+        share, step = self.in_dense_s / self.all_s, format_seconds(self.step_s)
+        return f"{DENSE} {100 * share:.0f} % of the time, {step} per step: {why}"

@@ -22,7 +22,7 @@ ranks share memory, hierarchical options equal flat ones, so the planner leaves 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -154,7 +154,21 @@ class Adaptive(Policy):
             best, reason = current, f"{cause}: kept {kept}; {what} would be less than {MIN_IMPROVEMENT:.0%} better"
         elif best.groups in hopeful.planner_input.plan_s.keys() - planner_input.plan_s.keys():
             reason = f"{reason}; tried alone once, as only mixtures with it ran"
-        return situation.decision(best, reason, dense=found.dense)
+        return situation.decision(best, "; ".join([reason, *self._held_back(situation)]), dense=found.dense)
+
+    def _held_back(self, situation: Situation) -> Iterator[str]:
+        """Say in words what the policy allows and the measurements do not: candidates, and rounds."""
+        measured, in_force = situation.planner_input.now, {group.option.codec for group in situation.plan.groups}
+        kept: dict[CodecSpec, float] = {}
+        for option in self.options if self.candidates is not None else ():
+            share = measured.efficiency(option)
+            if share is not None and option.codec not in in_force:
+                kept[option.codec] = max(share, kept.get(option.codec, 0.0))
+        for codec, share in kept.items():
+            if share < self._enter_gain:
+                yield f"{codec.describe()} keeps {share:.0%} of the gradient, less than min_gain {self.min_gain:g}"
+        if self.max_period > 1 == measured.max_period and not measured.fixed:
+            yield "ranks do not train alone now"
 
     def _stays_dense(self, situation: Situation) -> bool:
         """Return whether the plan in force is dense and no codec can help: differences would be noise."""
@@ -232,6 +246,7 @@ class Adaptive(Policy):
         return {"kind": "adaptive", "options": list(map(str, self.options)), "min_gain": self.min_gain} | {
             "periods": list(self._periods),
             "max_loss": self.max_loss,
+            "fidelity": str(self.fidelity) if self.candidates is None else None,
         }
 
     def _allowed(self, situation: Situation) -> list[Option]:

@@ -7,7 +7,7 @@ The mean gradient is not there to be measured. So each rank keeps, of each step,
 elements with fixed random signs. The fold of a mean gradient is the mean of the folds, and the expected square of a sum
 with random signs is the sum of squares. docs/log/2026-11-26.md, entry 91, has other estimators.
 
-K sums, S steps
+K sums, S steps, M of them in a message
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ NUM_SUMS = 384
 MAX_FOLDED = 1 << 20
 # Elements that lie together in memory, so that reading some of a gradient's does not read all of it.
 LINE = 16
+# Steps of a round whose folds are exchanged, at most: on a slow link those of 64 steps took longer than 0.4 MB of
+# changes with 4 bits.
+MAX_STEPS = 8
 # Weight of what was known before, in an average that forgets.
 KEPT = 0.9
 
@@ -82,15 +85,19 @@ class Rho:
 
     @staticmethod
     def message(folds_SK: Tensor) -> Tensor:
-        """Return (S * K + S,) numbers in float64, on the host, of which `add` takes the means over ranks."""
-        folds_SK = folds_SK.to("cpu", torch.float64)
-        return torch.cat([folds_SK.flatten(), folds_SK.square().sum(1)])
+        """Return (M * K + M,) numbers in float64, on the host, of which `add` takes the means over ranks."""
+        num_steps = len(folds_SK)
+        # The last one of each of M equal parts.
+        picked = [(part + 1) * num_steps // MAX_STEPS - 1 for part in range(MAX_STEPS)]
+        folds_MK = folds_SK[picked] if num_steps > MAX_STEPS else folds_SK
+        folds_MK = folds_MK.to("cpu", torch.float64)
+        return torch.cat([folds_MK.flatten(), folds_MK.square().sum(1)])
 
     def add(self, means: Tensor) -> None:
-        """Add S steps. An average of ratios: one of squares would follow the steps with the largest gradients."""
+        """Add M steps. An average of ratios: one of squares would follow the steps with the largest gradients."""
         num_steps = len(means) // (NUM_SUMS + 1)
-        means_SK, squares_S = means[:-num_steps].view(num_steps, NUM_SUMS), means[-num_steps:]
-        for ratio in (means_SK.square().sum(1) / squares_S).tolist():
+        means_MK, squares_M = means[:-num_steps].view(num_steps, NUM_SUMS), means[-num_steps:]
+        for ratio in (means_MK.square().sum(1) / squares_M).tolist():
             # Steps without gradients, or with NaN, say nothing.
             if 0 <= ratio < math.inf:
                 self._square = KEPT * self._square + (1 - KEPT) * ratio if self._is_known else ratio

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from cgx_ray.engine.period.local_optimizers import LocalOptimizers
-from cgx_ray.engine.period.rho import MAX_FOLDED, NUM_SUMS, Fold, Rho
+from cgx_ray.engine.period.rho import MAX_FOLDED, MAX_STEPS, NUM_SUMS, Fold, Rho
 
 HOST = torch.device("cpu")
 
@@ -45,6 +45,18 @@ def test_rho_is_found_within_ten_percent(signal: float, num_ranks: int, numel: i
         true.append(float(mean_N.square().sum()) * num_ranks / sum(float(one.square().sum()) for one in gradients))
     expected = (sum(true) / len(true)) ** 0.5
     assert rho.value == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("num_steps", [1, 8, 9, 64])
+def test_a_long_round_sends_the_folds_of_some_steps(num_steps: int) -> None:
+    folds_SK = torch.arange(num_steps, dtype=torch.float32)[:, None].expand(num_steps, NUM_SUMS)
+    message = Rho.message(folds_SK)
+    num_sent = min(num_steps, MAX_STEPS)
+    assert message.shape == (num_sent * (NUM_SUMS + 1),)
+    sent = message[: num_sent * NUM_SUMS : NUM_SUMS].tolist()
+    assert sent == sorted(set(sent)), "each once"
+    assert sent[-1] == num_steps - 1
+    assert message[-num_sent:].tolist() == [NUM_SUMS * step**2 for step in sent]
 
 
 def test_before_any_step_rho_is_that_of_noise_and_steps_that_say_nothing_change_nothing() -> None:
