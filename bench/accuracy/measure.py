@@ -9,6 +9,7 @@ gpt_adamw  byte-level GPT with AdamW, weight decay and clipping
 gpt_sgd    the same with SGD and momentum
 digits     a CNN on scikit-learn's images of digits, with SGD and momentum
 gpt_demo   the demo's GPT, 4.9 million parameters, with AdamW; only if asked for
+regression an MLP that learns the outputs of another one, squared error, with AdamW; only if asked for
 
 dgc has a momentum of its own, so its optimizers have none (SGD: momentum, AdamW: beta1).
 """
@@ -30,6 +31,7 @@ from bench.accuracy.cases import (
     CODECS,
     LARGE_WORKLOAD,
     POLICIES,
+    REGRESSION,
     WORKLOADS,
     AccuracyOptions,
     quick_options,
@@ -60,7 +62,7 @@ LONG_PERIOD = 8
     default=",".join(WORKLOADS),
     show_default=True,
     metavar="NAME,...",
-    help=f"Trainings; {LARGE_WORKLOAD} has the demo's model.",
+    help=f"Trainings; {LARGE_WORKLOAD} has the demo's model, and {REGRESSION} targets without noise.",
 )
 @click.option(
     "--codecs",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.accuracy.cases import LARGE_WORKLOAD
+from bench.accuracy.cases import LARGE_WORKLOAD, REGRESSION
 from cgx_ray.demo.gpt import BATCH_SIZE, GPTConfig, StdlibBytes, build_gpt
 from cgx_ray.errors import ConfigError
 
@@ -25,6 +26,9 @@ _DIGITS_NOISE = 0.3
 _DIGITS_VALIDATION_SHARE = 0.4
 # Each validation image counts with this many draws of noise.
 _DIGITS_NUM_DRAWS = 4
+# Inputs, hidden units of teacher and model, outputs.
+_TEACHER, _MODEL = (128, 64, 10), (128, 256, 256, 10)
+_REGRESSION_BATCH_SIZE, _REGRESSION_VALIDATION = 32, 4096
 # At 0.1 rounding errors alone move the last loss by 0.8 %, at 0.03 by 0.1 %.
 _DIGITS_RATE = 0.03
 
@@ -49,6 +53,8 @@ def load_task(name: str) -> TrainingTask:
     """Return a workload. Raises ConfigError if its data is not installed."""
     if name == "digits":
         return _digits()
+    if name == REGRESSION:
+        return _regression()
     if name == LARGE_WORKLOAD:
         return _gpt(GPTConfig(), BATCH_SIZE, _adamw)
     return _gpt(_GPT, _GPT_BATCH_SIZE, _adamw if name == "gpt_adamw" else _sgd(0.1))
@@ -128,6 +134,40 @@ def _digits() -> TrainingTask:
         batch=batch,
         validation=tuple(zip(noisy_IHW.split(64), checked_I.split(64), strict=True)),
         make_optimizer=_sgd(_DIGITS_RATE),
+    )
+
+
+class Regression(nn.Module):
+    """An MLP with squared error: 101 thousand parameters as the model, 9 thousand as its teacher."""
+
+    def __init__(self, sizes: Sequence[int], seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            layers = [nn.Linear(*pair) for pair in pairwise(sizes)]
+        self.layers = nn.Sequential(layers[0], *(part for layer in layers[1:] for part in (nn.ReLU(), layer)))
+
+    def forward(self, x_BI: Tensor, y_BO: Tensor) -> Tensor:
+        return F.mse_loss(self.layers(x_BI), y_BO)
+
+
+def _regression() -> TrainingTask:
+    teacher = Regression(_TEACHER, seed=0).layers
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.mul_(3)
+
+    def draw(num: int, *seeds: int) -> Batch:
+        x_BI = torch.from_numpy(np.random.default_rng(seeds).standard_normal((num, _TEACHER[0]), np.float32))
+        with torch.no_grad():
+            return x_BI, teacher(x_BI)
+
+    x_VI, y_VO = draw(_REGRESSION_VALIDATION, 0)
+    return TrainingTask(
+        build=lambda seed: Regression(_MODEL, seed),
+        batch=lambda seed, step, rank: draw(_REGRESSION_BATCH_SIZE, seed, step, rank),
+        validation=tuple(zip(x_VI.split(64), y_VO.split(64), strict=True)),
+        make_optimizer=_adamw,
     )
 
 

@@ -92,8 +92,8 @@ def _model_note(records: Sequence[RunRecord]) -> tuple[str, ...]:
     sizes = [round(record.progress[-1].get("dense_bytes", 0)) for record in records if record.progress]
     if len(sizes) < len(records) or len({*sizes}) == 1 or not all(sizes):
         return ()
-    of_runs = " and ".join(f"{size / 1e6:.3g} MB" for size in sizes)
-    return (f"the two did not train the same model: their gradients have {of_runs}",)
+    of_runs = " and ".join(f"{size / 1e6:.6g} MB" for size in sizes)
+    return (f"the two may not have trained the same model: a rank's gradients have {of_runs}",)
 
 
 def _loss_at(first: int, last: int) -> str:

@@ -126,11 +126,12 @@ def speed_up(record: RunRecord, dense: RunRecord | None) -> SpeedUp | None:
     known_by = "measured: all steps were dense"
     if totals.is_predicted:
         known_by = "predicted by the model of the measured link, so no speed-up is named"
-    elif totals.in_dense_s < totals.steps_s:
+    elif totals.in_dense_s < totals.all_s:
         known_by = "measured: against dense steps of this run"
+    mean_s = mean_step_s(spans(record))
     return SpeedUp(
         ratio=totals.speed_up,
-        dense_s=totals.dense_s,
+        dense_s=mean_s * totals.speed_up if mean_s is not None else None,
         is_predicted=totals.is_predicted,
         known_by=known_by,
     )

@@ -76,6 +76,8 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
             time.sleep(POLL_S)
     if last is not None and not once:
         print_line(console, f"{last.name} has ended{f' after step {step}' if step is not None else ''}")
+    elif record is None and not once:
+        print_line(console, f"the Ray cluster at {address!r} has ended before {run or 'a run'} began")
     if svg is not None and last is not None:
         picture = Console(record=True, width=_PICTURE_COLUMNS, file=io.StringIO())
         picture.print(draw_view(last))
@@ -86,7 +88,7 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
     if ray.is_initialized() and not is_up():
         # As the script that had started Ray has ended. Ray's own end would wait for it.
         sys.stdout.flush()
-        os._exit(0)
+        os._exit(0 if last is not None else 1)
 
 
 def _folder_of(run: str, address: str, *, waits: bool) -> Path | None:
@@ -157,6 +159,8 @@ def _views_of_run(name: str | None, *, waits: bool) -> Iterator[LiveView | None]
     """
     actor_name: str | None
     while waits and (name not in _running() if name is not None else not _running()):
+        if not is_up():
+            return
         yield None
     name, actor_name = _find(name)
     missing_s: float | None = None

@@ -21,6 +21,14 @@ MOSTLY_COMPUTE = 0.85
 MUCH_BETWEEN = 0.3
 # Ranges of steps that are named: a restart begins another one.
 _SHOWN_RANGES = 3
+# By fidelity, what an adaptive run may try next.
+_LOOSER = {
+    "strict": "with fidelity='balanced', which allows what was measured within 5 % of dense's loss",
+    "balanced": "with fidelity='fast', which allows sparser codecs",
+    "fast": "with candidates of your own",
+}
+# Steps of a start that are in no line, at most.
+_START_STEPS = 3
 _PARTS = ("compute_s", "encode_s", "exchange_s", "decode_s")
 
 
@@ -142,13 +150,18 @@ def left_out_steps(record: RunRecord) -> str:
     known = _ranges(record)
     if not known:
         return ""
-    # The first step after a restart is in no line, too.
     gaps = [(before + 1, first - 1) for (_, before), (first, _) in itertools.pairwise([(-1, -1), *known])]
-    left_out = [f"{_steps_of(*gap)} (start-up)" for gap in gaps if gap[0] <= gap[1]]
+    # The first step after a restart is in no line, too.
+    said = [
+        f"{_steps_of(*gap)} ({'start-up' if gap[1] - gap[0] < _START_STEPS else 'not in the journal'})"
+        for gap in gaps
+        if gap[0] <= gap[1]
+    ]
     last = known[-1][1]
     if record.newest_step is not None and record.newest_step > last:
-        left_out.append(f"{_steps_of(last + 1, record.newest_step)} (not reported by all ranks before the end)")
-    return _listed(left_out)
+        late = f"{_steps_of(last + 1, record.newest_step)} (not reported by all ranks before the end)"
+        return ", ".join([*([_listed(said)] if said else []), late])
+    return _listed(said)
 
 
 def _ranges(record: RunRecord) -> list[tuple[int, int]]:
@@ -326,11 +339,3 @@ def next_step(record: RunRecord, gained: SpeedUp | None) -> str:
     policy = record.starts[-1]["policy"] if record.starts else {}
     looser = _LOOSER.get(str(policy.get("fidelity")), "with codecs that send less")
     return f"The exchange is what is left to shorten{exchange}: try again {looser}, and compare the loss."
-
-
-# By fidelity, what an adaptive run may try next.
-_LOOSER = {
-    "strict": "with fidelity='balanced', which allows what was measured within 5 % of dense's loss",
-    "balanced": "with fidelity='fast', which allows sparser codecs",
-    "fast": "with candidates of your own",
-}

@@ -170,7 +170,8 @@ class Attachment:
         """Report the loss and the learning rate of this rank's step, once per step, to an adaptive run. Optional.
 
         The controller takes the mean loss over ranks (`control.gains.loss_trend`). A plan under which it gets worse is
-        left for one that keeps more. After a learning rate changes by 2x, only options that keep 95 % are taken up.
+        left for one that keeps more. After the learning rate has changed by 2x within 120 steps, only options that keep
+        95 % are taken up for a while.
 
         loss, lr  real numbers, NumPy's as well, or tensors or arrays with one element; a tensor on a GPU is copied
                   without waiting for it

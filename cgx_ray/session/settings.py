@@ -76,17 +76,18 @@ def means_static(arguments: Mapping[str, Any]) -> bool:
     static, others = ([name for name in given if (name in OF_STATIC) is own] for own in (True, False))
     if static and others:
         remedy = "leave one of them out, or give a policy that takes both"
-        if meant := _with_parameter(arguments.get("codec"), others[0], arguments[others[0]]):
+        if meant := _with_parameters(arguments.get("codec"), {name: arguments[name] for name in others}):
             remedy = f"did you mean codec={meant!r}?"
         raise ConfigError(f"{static[0]} means policy 'static', which has no {others[0]}; {remedy}")
     return bool(static)
 
 
-def _with_parameter(codec: object, name: str, value: object) -> str | None:
-    """Return the text of `codec` with a parameter more, such as bits; None if it is no text, or does not take it."""
+def _with_parameters(codec: object, parameters: Mapping[str, object]) -> str | None:
+    """Return the text of `codec` with more `parameters`, such as bits; None if it is no text, or does not take them."""
     if not isinstance(codec, str):
         return None
-    meant = f"{codec}{',' if ':' in codec else ':'}{name}={value}"
+    added = ",".join(f"{name}={value}" for name, value in parameters.items())
+    meant = f"{codec}{',' if ':' in codec else ':'}{added}"
     try:
         CodecSpec.parse(meant)
     except ConfigError:

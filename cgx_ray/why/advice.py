@@ -59,7 +59,7 @@ def compression(records: Sequence[RankRecord], parts: StepParts, paths: Sequence
         return None
     trips = [path.round_trip_s for path in paths if path.round_trip_s is not None and path.sent_bytes]
     alpha_s = median(trips) / 2 if trips else _LATENCY_S
-    compute_s = median(bar.compute_s for bar in parts.bars)
+    compute_s = min(parts.compute_s, median(bar.compute_s for bar in parts.bars))
 
     def dense_at(gbps: float) -> BestPlan:
         return _scenario(model, len(records), compute_s, gbps, alpha_s, is_dense=True).solve()

@@ -90,7 +90,7 @@ class StepParts:
         """Seconds of the usual rank for forward, backward and the optimizer, where no rank waits for it."""
         late_s = self.late.cost_s if self.late is not None else 0.0
         usual_s = median(bar.compute_s + bar.rest_s for bar in self.bars)
-        # Of two ranks that are last in turns, the mean compute has half of what either waits.
+        # If two ranks are last in turns, the mean compute of each contains half of the extra time.
         return min(usual_s, self.step_s - self.network_s - self.input_s - self.uneven_s - late_s)
 
 

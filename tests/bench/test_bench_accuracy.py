@@ -15,8 +15,8 @@ from matplotlib.image import imread
 
 from bench.__main__ import bench
 from bench.accuracy.cases import (
+    ASKED_WORKLOADS,
     CODECS,
-    LARGE_WORKLOAD,
     POLICIES,
     TORCH_PEERS,
     WORKLOADS,
@@ -172,7 +172,7 @@ def test_a_rate_needs_a_lab(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_batches_depend_on_seed_step_and_rank_alone() -> None:
-    for name in (*WORKLOADS, LARGE_WORKLOAD):
+    for name in (*WORKLOADS, *ASKED_WORKLOADS):
         first, again = load_task(name), load_task(name)
         given = (1, 2, 3)
         assert all(a.equal(b) for a, b in zip(first.batch(*given), again.batch(*given), strict=True))

@@ -33,8 +33,8 @@ def test_first_decision_comes_after_three_steps_and_leaves_dense_on_a_slow_netwo
     assert run.loop.plans[-1].describe() == "qsgd 4-bit over sra"
     assert decisions[0].reason == (
         "first measurements: 1x qsgd 4-bit over sra, 1x dense; predicted 0.620 s per step (dense 2.702 s), expected "
-        "loss 1.005 ± 0.006 of dense; topk 10 % keeps 70% of the gradient, less than min_gain 0.8; topk 1 % keeps 30% "
-        "of the gradient, less than min_gain 0.8"
+        "loss 1.005 ± 0.006 of dense; topk 10 %: a step counts as 70.0% of a dense one, and min_gain allows 81.0% or "
+        "more; topk 1 %: a step counts as 30.0% of a dense one, and min_gain allows 81.0% or more"
     )
 
 

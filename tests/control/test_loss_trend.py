@@ -179,6 +179,19 @@ def test_the_loss_of_a_step_is_the_mean_over_the_ranks_that_reported_a_finite_on
     assert join(node_steps(map(run.sample, range(4))), 4).loss is None
 
 
+@pytest.mark.parametrize(("num_steps", "reported"), [(1, 1), (1, 10), (32, 1)])
+def test_a_slow_decay_of_the_learning_rate_starts_no_learning_phase_and_a_fast_one_does(
+    num_steps: int, reported: int
+) -> None:
+    for halved_in, is_fast in ((1000, False), (90, True)):
+        phase = LearningPhase()
+        rates = (
+            0.5 ** (step / halved_in) if step // num_steps % reported == 0 else None
+            for step in range(0, 4000, num_steps)
+        )
+        assert any([phase.add_rate(lr, num_steps) for lr in rates]) is is_fast
+
+
 def test_a_change_of_the_learning_rate_by_two_or_more_starts_a_learning_phase() -> None:
     for before, after in ((0.1, 0.01), (0.01, 0.02), (0.1, 0.05)):
         phase = LearningPhase()

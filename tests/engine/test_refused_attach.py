@@ -241,7 +241,7 @@ def test_a_simulated_schedule_has_pairs() -> None:
     with pytest.raises(ConfigError, match="give numbers, such as"):
         SimulatedLink(latency_s=1e-3, schedule=((0, "100mbps"),))  # type: ignore[arg-type]
     for rate in (100, -1e8, math.nan, math.inf):
-        with pytest.raises(ConfigError, match="give 10000 or more, such as 1e8 for 100 Mbit/s"):
+        with pytest.raises(ConfigError, match="give finite ones, 10000 or more, such as 1e8 for 100 Mbit/s"):
             SimulatedLink(latency_s=1e-3, schedule=((0, rate),))
 
 

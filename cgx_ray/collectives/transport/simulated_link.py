@@ -21,7 +21,7 @@ class SimulatedLink:
     Every rank counts as a node of its own, so hierarchical plans run as flat ones.
 
     latency_s  one way
-    schedule   (first step, bit/s) pairs, ascending by step, the first for step 0; LEAST_RATE or more
+    schedule   (first step, bit/s) pairs, ascending by step, the first for step 0; 10,000 bit/s or more
     """
 
     latency_s: float
@@ -43,8 +43,8 @@ class SimulatedLink:
             raise ConfigError(f"simulated schedule starts at steps {steps}; they must ascend from 0")
         if not all(LEAST_RATE <= rate < math.inf for rate in rates):
             raise ConfigError(
-                f"simulated rates {rates} bit/s are not allowed; give {LEAST_RATE:g} or more, such as 1e8 for "
-                "100 Mbit/s"
+                f"simulated rates {rates} bit/s are not allowed; give finite ones, {LEAST_RATE:g} or more, such as "
+                "1e8 for 100 Mbit/s"
             )
 
     def rate_at(self, step: int) -> float:

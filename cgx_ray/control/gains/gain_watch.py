@@ -236,7 +236,7 @@ class KnownGains:
         }
         self._learning.add_norm(step.norm)
         self._watch.add_gains(step.gain, step.kept, settled)
-        return self._learning.add_rate(step.lr)
+        return self._learning.add_rate(step.lr, step.num_steps)
 
     def cause(self, decided: Mapping[str, float]) -> str | None:
         """Return in words which gain calls for a new decision, or None. `decided`: of the last decision."""

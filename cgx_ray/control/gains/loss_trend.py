@@ -50,27 +50,33 @@ class LearningPhase:
 
     def __init__(self) -> None:
         self._norms: deque[float] = deque(maxlen=2 * FEW)
-        self._rates: deque[float] = deque(maxlen=RATE_STEPS)
-        self._num_left = 0
+        # Number of the step, and its rate: those of the last RATE_STEPS, and the one before.
+        self._rates: deque[tuple[int, float]] = deque()
+        self._num_steps = self._num_left = 0
 
     def add_norm(self, norm: float | None) -> None:
         """Add the norm of a step; None if the step did not measure it. A norm of 0, NaN or Inf is left out."""
         if norm is not None and 0 < norm < math.inf:
             self._norms.append(norm)
 
-    def add_rate(self, lr: float | None) -> bool:
+    def add_rate(self, lr: float | None, num_steps: int = 1) -> bool:
         """Add the learning rate of a step, None if it is unknown; return whether it has just changed by OTHER_RATE.
+
+        num_steps  since the step before: more than 1 in rounds
 
         The first rate is no change. Without any rate the norm alone decides.
         """
-        self._num_left = max(0, self._num_left - 1)
+        self._num_steps += num_steps
+        self._num_left = max(0, self._num_left - num_steps)
         if lr is None or not 0 < lr < math.inf:
             return False
-        has_changed = bool(self._rates) and not 1 / OTHER_RATE < lr / self._rates[0] < OTHER_RATE
+        while len(self._rates) > 1 and self._rates[1][0] <= self._num_steps - RATE_STEPS:
+            self._rates.popleft()
+        has_changed = bool(self._rates) and not 1 / OTHER_RATE < lr / self._rates[0][1] < OTHER_RATE
         if has_changed:
             self._rates.clear()
             self._num_left = RATE_STEPS
-        self._rates.append(lr)
+        self._rates.append((self._num_steps, lr))
         return has_changed
 
     @property

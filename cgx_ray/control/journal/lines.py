@@ -63,14 +63,14 @@ class Journal:
     recent      newest lines, whether or not they reached the disk
     totals      over all lines, those of earlier controllers of the run included
     num_errors  lines that were lost
-    has_told    the user knows that lines are lost
+    user_knows  that lines are lost, or will be
     """
 
     def __init__(self, path: Path, *, warns: bool = True) -> None:
         """`warns`: log the first line that is lost."""
         self.path = path
         self.num_errors = 0
-        self.has_told = not warns
+        self.user_knows = not warns
         self.recent: deque[dict[str, Any]] = deque(maxlen=KEPT_LINES)
         self.totals = RunTotals()
 
@@ -98,8 +98,8 @@ class Journal:
             self._lose(str(error))
 
     def _lose(self, why: str) -> None:
-        if not self.has_told:
-            self.has_told = True
+        if not self.user_knows:
+            self.user_knows = True
             logger.warning(
                 "lines of the journal %s are lost: %s; training goes on, but `cgx-ray report` will lack them: free its "
                 "disk, or give the next run another folder",
@@ -155,7 +155,7 @@ def report_hint(journal: Journal) -> str:
     """Return where to read more of a run."""
     lost = f"{format_count(journal.num_errors, 'line')} of the journal could not be written"
     # Not Path.is_file, which raises an error where the folder may not be searched.
-    if journal.has_told and not os.path.isfile(journal.path):
+    if journal.user_knows and not os.path.isfile(journal.path):
         return f"There is no journal: {lost}" if journal.num_errors else "There is no journal"
     hint = f"Report: cgx-ray report {journal.path.parent}"
     return f"{hint} ({lost})" if journal.num_errors else hint

@@ -15,8 +15,8 @@ LINE_S, LINE_SHARE = 2.0, 0.01
 class _Sums:
     """Sums over steps of one plan. `last_step`: the newest of them.
 
-    What dense steps would take is not known of all, such as those before a plan's first round: the mean is that of the
-    others.
+    What dense steps would take is not known of all, such as those before a plan's first round. `speed_up` is the mean
+    dense step of the known ones over the mean step of all.
     """
 
     def __init__(self, version: int) -> None:

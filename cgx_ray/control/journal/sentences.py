@@ -104,8 +104,9 @@ class RunTotals:
     plan      of the last steps, but for measuring steps; since which step. Ranks get a plan some steps after its
               decision, or never
     num_all   steps
-    steps_s   seconds of those that are known beside dense ones, `num_known` of them; `as_dense_s` those of dense steps
-              in their place, `in_dense_s` of steps that were dense, of which there are `num_in_dense`
+    num_known those for which dense ones are known, `as_dense_s` the seconds of these
+    in_dense_s
+              seconds of steps that were dense, of which there are `num_in_dense`
     measured_s
               seconds of others, on networks where dense was measured
     is_in_memory
@@ -115,7 +116,6 @@ class RunTotals:
     plan: str = DENSE
     since: int = 0
     num_all: int = 0
-    steps_s: float = 0.0
     num_known: int = 0
     as_dense_s: float = 0.0
     in_dense_s: float = 0.0
@@ -129,7 +129,7 @@ class RunTotals:
     # Version, plan and step of a decision whose plan no step is known to have had.
     _decided: tuple[int, str, int] | None = None
     _plans: dict[int, _InForce] = field(default_factory=dict)
-    # Speed-ups are known once there are predictions.
+    # A line had a speed-up. Without any, dense steps alone say nothing.
     _has_speed_up: bool = False
     # Plan on trial of the last steps, "" if there was none.
     _tried: str = ""
@@ -176,28 +176,25 @@ class RunTotals:
         plan = self.add_version(entry["step"] - num_steps + 1, entry["version"])
         speed_up = entry.get("speed_up")
         self._has_speed_up |= speed_up is not None
-        if plan is not None and plan.is_dense:
-            # Also of those that ended when the next plan was decided on already.
-            speed_up = 1.0
         self._tried = plan.plan if plan is not None and plan.is_trial else ""
         self.num_all += num_steps
         self.all_s += seconds
         self.compute_s += num_steps * min(entry["compute_s"], entry["step_s"])
-        if speed_up is None:
-            return
-        self.steps_s += seconds
-        self.num_known += num_steps
-        self.as_dense_s += speed_up * seconds
         if plan is not None and plan.is_dense:
+            # Those that end after the next decision have no speed-up in their line.
+            speed_up = 1.0
             self.in_dense_s += seconds
             self.num_in_dense += num_steps
         elif entry.get("is_dense_measured"):
             self.measured_s += seconds
+        if speed_up is not None:
+            self.num_known += num_steps
+            self.as_dense_s += speed_up * seconds
 
     @property
     def is_predicted(self) -> bool:
         """True if most other steps ran on networks where no dense step was measured."""
-        return self.measured_s < (self.steps_s - self.in_dense_s) / 2
+        return self.measured_s < (self.all_s - self.in_dense_s) / 2
 
     @property
     def expected_loss(self) -> float | None:

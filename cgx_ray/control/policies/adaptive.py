@@ -166,8 +166,11 @@ class Adaptive(Policy):
                 kept[option.codec] = max(share, kept.get(option.codec, 0.0))
         for codec, share in kept.items():
             if share < self._enter_gain:
-                yield f"{codec.describe()} keeps {share:.0%} of the gradient, less than min_gain {self.min_gain:g}"
-        if self.max_period > 1 == measured.max_period and not measured.fixed:
+                yield (
+                    f"{codec.describe()}: a step counts as {share:.1%} of a dense one, and min_gain allows "
+                    f"{self._enter_gain:.1%} or more"
+                )
+        if self.max_period > 1 and measured.max_period == 1 and not measured.fixed:
             yield "ranks do not train alone now"
 
     def _stays_dense(self, situation: Situation) -> bool:
