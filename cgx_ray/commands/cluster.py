@@ -58,6 +58,9 @@ def is_up() -> bool:
 
     Ask before each call of Ray: without its cluster Ray waits for a minute and then ends the process.
     """
+    # Without a connection Ray would start a cluster to answer.
+    if not ray.is_initialized():
+        return False
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=PORT_TIMEOUT_S).close()

@@ -175,11 +175,14 @@ def test_a_view_has_steps_per_second_elapsed_time_speed_and_loss(tmp_path: Path)
 def test_top_waits_for_a_run_that_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     running: list[dict[str, str]] = [{}, {}, {"late": "late/1"}]
     monkeypatch.setattr(top, "_running", lambda: running.pop(0) if len(running) > 1 else running[0])
+    monkeypatch.setattr(top, "is_up", lambda: True)
     views = top._views_of_run("late", waits=True)
     assert [next(views), next(views)] == [None, None]
     assert top._find("late") == ("late", "late/1")
     with pytest.raises(ConfigError, match="no run 'early'"):
         next(top._views_of_run("early", waits=False))
+    monkeypatch.setattr(top, "is_up", lambda: False)
+    assert list(top._views_of_run("early", waits=True)) == [], "the cluster has ended"
 
 
 def test_top_asks_nothing_of_a_cluster_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
