@@ -232,10 +232,10 @@ class CodecAccuracy:
         name = f"{self.workload} {self.option}"
         loss, dense = fmean(run.loss for run in self.runs), fmean(run.loss for run in self.dense)
         if self.num_diverged:
-            yield Row(name=f"{name}: loss", value=None, unit="nats", baseline=dense)
+            yield Row(name=f"{name}: loss", value=None, unit=_unit(self.workload), baseline=dense)
             yield Row(name=f"{name}: diverged", value=self.num_diverged, unit="seeds")
         else:
-            yield Row(name=f"{name}: loss", value=loss, unit="nats", baseline=dense, ratio=self.ratio)
+            yield Row(name=f"{name}: loss", value=loss, unit=_unit(self.workload), baseline=dense, ratio=self.ratio)
             yield Row(name=f"{name}: least loss over dense", value=min(self.ratios), unit="x")
             yield Row(name=f"{name}: largest loss over dense", value=max(self.ratios), unit="x")
         wire_bytes, dense_bytes = self.runs[0].wire_bytes, self.dense[0].wire_bytes
@@ -356,6 +356,10 @@ def panels_of(options: AccuracyOptions, accuracies: Sequence[CodecAccuracy]) -> 
                 Line(label=one.option, x=[at[index] for at in one.curve], y=[at[2] for at in one.curve], style="-")
                 for one in found
             ]
-            yield Plot(title=workload, x=x, y="validation loss, nats", lines=lines, log="y")
+            yield Plot(title=workload, x=x, y=f"validation loss, {_unit(workload)}", lines=lines, log="y")
         points = [Line(label=one.option, x=[one.option] * len(one.ratios), y=one.ratios, style="o") for one in found]
         yield Plot(title=f"{workload}, each seed", x="", y="last loss / dense's", lines=points, log="y")
+
+
+def _unit(workload: str) -> str:
+    return "squared error" if workload == REGRESSION else "nats"
