@@ -109,7 +109,9 @@ METRICS: dict[str, Metric] = {
         "Communication per step that compute does not hide, with the time for which this rank waits for others; mean "
         "over the last interval with steps.",
     ),
-    "cgx_ray_wire_bytes": Metric("counter", "bytes", "node", _OPTION, "Gradients, or changes of parameters, sent by a rank, encoded."),
+    "cgx_ray_wire_bytes": Metric(
+        "counter", "bytes", "node", _OPTION, "Gradients, or changes of parameters, sent by a rank, encoded."
+    ),
     "cgx_ray_dense_bytes": Metric(
         "counter", "bytes", "node", _OPTION, "A rank's gradients before compression, counted once per step."
     ),
