@@ -19,8 +19,6 @@ LARGE_ERROR = 0.2
 MOSTLY_COMPUTE = 0.85
 # Share of the time between steps from which it is the first thing to shorten.
 MUCH_BETWEEN = 0.3
-# Ranges of steps that are named: a restart begins another one.
-_SHOWN_RANGES = 3
 # By fidelity, what an adaptive run may try next.
 _LOOSER = {
     "strict": "with fidelity='balanced', which allows what was measured within 5 % of dense's loss",
@@ -142,7 +140,7 @@ def mean_step_s(found: Sequence[StepSpan]) -> float | None:
 
 def counted_steps(record: RunRecord) -> str:
     """Return in words which steps the run's times and its speed-up are of: those of `spans`."""
-    return _listed([_steps_of(*each) for each in _ranges(record)])
+    return listed([_steps_of(*each) for each in _ranges(record)])
 
 
 def left_out_steps(record: RunRecord) -> str:
@@ -157,11 +155,10 @@ def left_out_steps(record: RunRecord) -> str:
         for gap in gaps
         if gap[0] <= gap[1]
     ]
-    last = known[-1][1]
-    if record.newest_step is not None and record.newest_step > last:
-        late = f"{_steps_of(last + 1, record.newest_step)} (not reported by all ranks before the end)"
-        return ", ".join([*([_listed(said)] if said else []), late])
-    return _listed(said)
+    last, newest, late = known[-1][1], record.newest_step, ""
+    if newest is not None and newest > last:
+        late = f"{_steps_of(last + 1, newest)} (not reported by all ranks before the end)"
+    return ", ".join(filter(None, (listed(said), late)))
 
 
 def _ranges(record: RunRecord) -> list[tuple[int, int]]:
@@ -178,10 +175,6 @@ def _ranges(record: RunRecord) -> list[tuple[int, int]]:
 
 def _steps_of(first: int, last: int) -> str:
     return f"{first} to {last}" if last > first else str(first)
-
-
-def _listed(texts: Sequence[str]) -> str:
-    return ", ".join([*texts[:_SHOWN_RANGES], *(["..."] if len(texts) > _SHOWN_RANGES else [])])
 
 
 def between_share(found: Sequence[StepSpan]) -> float:

@@ -69,7 +69,7 @@ def test_the_view_of_a_controller_shows_ranks_links_plan_and_decisions_in_80_col
     assert "speed newest steps 4.36x as fast as dense" in text
     assert "100 Mbit/s per rank (spread " in text
     assert "10.0.0.2 (ranks 2): 11 MiB/s out, 10 MiB/s in, others 2 MiB/s" in text
-    assert "qsgd 4-bit over sra" in text
+    assert "plan qsgd 4-bit over sra" in text
     assert "dense -> qsgd 4-bit over sra: first measurements" in text
     assert "predicted 620 ms per step, measured 62" in text
 
