@@ -25,6 +25,7 @@ _ALL_WORKLOADS = (*WORKLOADS, *ASKED_WORKLOADS)
 # Every codec family whose accuracy the documents state, and what the adaptive policy may choose.
 CODECS = (
     "bf16",
+    "qsgd:bits=8",
     "qsgd:bits=4",
     "qsgd:bits=3",
     "qsgd:bits=2,bucket_size=128",

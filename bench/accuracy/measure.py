@@ -2,7 +2,7 @@
 
 Real trainings: four rank processes with one thread each, DistributedDataParallel and the engine, over loopback or in a
 lab. Every codec gets the same weights, batches, learning rates and clipping as dense, so that losses are compared seed
-by seed. Models are small, so that the full run (15 codecs, 3 workloads, 3 seeds, 300 steps) takes about 45 minutes on
+by seed. Models are small, so that the full run (16 codecs, 3 workloads, 3 seeds, 300 steps) takes about 45 minutes on
 two cores that others use too.
 
 gpt_adamw  byte-level GPT with AdamW, weight decay and clipping
@@ -68,7 +68,7 @@ LONG_PERIOD = 8
     "--codecs",
     metavar="TEXT;...",
     help='Compare these with dense, such as "qsgd:bits=2; topk:density=0.01 over artopk_ring"; "adaptive", '
-    '"adaptive fast" and "cgx dp" are policies, "torch fp16" is a hook.  [default: 14 codecs]',
+    '"adaptive fast" and "cgx dp" are policies, "torch fp16" is a hook.  [default: 15 codecs]',
 )
 @click.option("--seeds", default=3, show_default=True, help="Trainings per codec and workload.")
 @click.option("--steps", default=300, show_default=True, help="Steps per training.")

@@ -28,6 +28,7 @@ _DIGITS_VALIDATION_SHARE = 0.4
 _DIGITS_NUM_DRAWS = 4
 # Inputs, hidden units of teacher and model, outputs.
 _TEACHER, _MODEL = (128, 64, 10), (128, 256, 256, 10)
+_TEACHER_SEED = 1 << 20
 _REGRESSION_BATCH_SIZE, _REGRESSION_VALIDATION = 32, 4096
 # At 0.1 rounding errors alone move the last loss by 0.8 %, at 0.03 by 0.1 %.
 _DIGITS_RATE = 0.03
@@ -152,7 +153,8 @@ class Regression(nn.Module):
 
 
 def _regression() -> TrainingTask:
-    teacher = Regression(_TEACHER, seed=0).layers
+    # Not a seed of a model, whose first layer would begin with the teacher's weights.
+    teacher = Regression(_TEACHER, seed=_TEACHER_SEED).layers
     with torch.no_grad():
         for parameter in teacher.parameters():
             parameter.mul_(3)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cgx_ray.control.gains.loss_trend import LossFall
 from cgx_ray.control.journal.facts import LinkKind, link_between
 from cgx_ray.control.journal.sentences import RunTotals
 from cgx_ray.control.learned.learned_errors import LearnedErrors
@@ -27,7 +28,7 @@ from cgx_ray.planner.prediction import Measured
 logger = logging.getLogger(__name__)
 
 # Rises when `History` changes, so that a snapshot of another version is not misread.
-SNAPSHOT_FORMAT = 14
+SNAPSHOT_FORMAT = 15
 # Newest plans that are handed over. Ranks and leases refer to the last two or three.
 KEPT_PLANS = 8
 # Raised by a pickle that is cut or changed.
@@ -79,14 +80,16 @@ class Registration:
 class Learned:
     """Measurements, errors and bans so far. Times are by the monotonic clock of the controller's node.
 
-    measured  newest measurements: network, compute, gains
-    baseline  of dense steps, for this number of workers
+    measured   newest measurements: network, compute, gains
+    baseline   of dense steps, for this number of workers
+    loss_fall  since the first losses of the run
     """
 
     measured: Measured
     errors: LearnedErrors
     bans: Bans
     baseline: DenseBaseline
+    loss_fall: LossFall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from statistics import median
 
 from cgx_ray.control.gains.gain_watch import GAIN_CHANGE, KnownGains
 from cgx_ray.control.gains.known_losses import KnownLosses
-from cgx_ray.control.gains.loss_trend import LossTrend
+from cgx_ray.control.gains.loss_trend import LossFall, LossTrend
 from cgx_ray.control.group_reports import GroupReports
 from cgx_ray.control.history import Learned, Registration
 from cgx_ray.control.joined_steps import JoinedStep
@@ -23,6 +23,7 @@ from cgx_ray.control.learned.measured import (
     fallen,
     inside_of,
     is_dense,
+    loss_cause,
     network_of,
     non_dense_options,
     on_link,
@@ -84,7 +85,7 @@ class WorkerGroupState(GroupReports):
         self.failed: str | None = None
         self.decided: Measured | None = None
         self.pending: PendingOutcome | None = None
-        self.bans, self.loss = Bans(), LossTrend()
+        self.bans, self.loss, self.loss_fall = Bans(), LossTrend(), LossFall()
         known = learned.measured.gain if learned is not None else {}
         self.gains = KnownGains(plan, gain_ratios, known, is_cautious=policy.is_guarded)
         self._codec = policy.codec_by_layer
@@ -111,7 +112,7 @@ class WorkerGroupState(GroupReports):
     def _go_on(self, learned: Learned) -> None:
         """Start with what was `learned`, scaled to the number of workers."""
         before, num_workers = learned.measured.network, self.plan.world_size
-        self.steps.errors, self.bans = learned.errors, learned.bans
+        self.steps.errors, self.bans, self.loss_fall = learned.errors, learned.bans, learned.loss_fall
         if before.num_workers == num_workers:
             self.steps.baseline = learned.baseline
         else:
@@ -134,7 +135,9 @@ class WorkerGroupState(GroupReports):
         if (known := self.measured() or self.decided) is None:
             return None
         known, own = replace(known, max_period=1), self.steps  # ranks begin together
-        return Learned(measured=known, errors=own.errors, bans=self.bans, baseline=own.baseline)
+        return Learned(
+            measured=known, errors=own.errors, bans=self.bans, baseline=own.baseline, loss_fall=self.loss_fall
+        )
 
     def note(self, news: str) -> None:
         """Have the policy asked as soon as there are measurements, because of `news`."""
@@ -154,6 +157,7 @@ class WorkerGroupState(GroupReports):
         """Add a step of all ranks; return whether it ran under the plan in force, so that it may cause a decision."""
         self.network.add_step(step.traffic, now_s, is_far_slower=self._is_far_slower(step))
         self._slow_ranks.add_ratios(step.slowness, step.passed_s)
+        self.loss_fall.add_loss(step.loss)
         self._num_steps += 1
         if self.network.is_known and (link := self.network.link) is not None:
             self.links.add_link(link, step.passed_s)
@@ -280,8 +284,8 @@ class WorkerGroupState(GroupReports):
             return None
         if self.failed is not None:
             return Cause("ban", f"{self.failed} failed")
-        if self.loss.worse is not None and (compressing_options(self.plan) or self.plan.period > 1):
-            return Cause("loss", self.loss.worse)
+        if (text := loss_cause(self.loss.worse, self.decided, measured, self.plan)) is not None:
+            return Cause("loss", text)
         if self._news is not None:
             return self._news
         if (text := self._changes.cause(self.decided.compute_s, measured.compute_s)) is not None:
@@ -395,6 +399,7 @@ class WorkerGroupState(GroupReports):
             squared_errors=self.losses.squared_errors or before,
             error_excess=self.losses.error_excess,
             max_period=self.max_period,
+            loss_fall=self.loss_fall.ratio,
         )
 
     @property

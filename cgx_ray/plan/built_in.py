@@ -150,12 +150,16 @@ _RECORDS = (
         for_parameters=True,
         is_foreseen=True,
         typical_gains={
+            "qsgd:bits=8,bucket_size=128": 0.9999,
             "qsgd:bits=4,bucket_size=128": 0.987,
             "qsgd:bits=3,bucket_size=128": 0.94,
             "qsgd:bits=2,bucket_size=128": 0.68,
             "qsgd:bits=2,bucket_size=64": 0.81,
         },
         losses={
+            "qsgd:bits=8,bucket_size=128": LossCost(
+                gpt_adamw=1.0, gpt_sgd=0.9968, digits=1.0004, relative_error=0.000124
+            ),
             "qsgd:bits=4,bucket_size=128": LossCost(
                 gpt_adamw=1.0046, gpt_sgd=0.9968, digits=1.0004, relative_error=0.0319
             ),

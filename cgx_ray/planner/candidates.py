@@ -133,12 +133,12 @@ def _cost_at_density(costs: CodecCosts, codec: CodecSpec, density: float) -> Cod
     return CodecCost(**{field: float(np.interp(at, logs, [one[field] for one in seconds])) for field in common})
 
 
-def efficiency(gain: float, codec: CodecSpec) -> float:
+def efficiency(gain: float, codec: CodecSpec, loss_fall: float = 1.0) -> float:
     """Return the progress of a step with this gain as a share of a dense step's, in (0, 1].
 
     Codecs without feedback whose loss was measured: dense's loss over theirs (`fidelity.measured_progress`). Others:
     the gain itself (GraVAC: throughput times gain), or 1 / gain if it is above 1, which is a second moment that noise
     has raised. Departure from GraVAC, which has no such codecs and would reward the noise.
     """
-    measured = measured_progress(codec, gain)
+    measured = measured_progress(codec, gain, loss_fall)
     return measured if measured is not None else min(gain, 1 / gain)

@@ -64,6 +64,7 @@ class Measured:
     error_excess error of bits in force over what was expected of them, 1 or more
     max_period   longest period that may be chosen: 1 while gradients change fast
     round_loss   loss over dense's of the round that counts as one step here, see `of_round`
+    loss_fall    first losses of the run over the last ones, at least 1; 1 if the run reports none
     """
 
     layers: tuple[Layer, ...]
@@ -80,6 +81,7 @@ class Measured:
     bus: Link | None = None
     max_period: int = MAX_PERIOD
     round_loss: float = 1.0
+    loss_fall: float = 1.0
     engine: EngineCost = HOST_ENGINE
 
     def __post_init__(self) -> None:
@@ -121,7 +123,7 @@ class Measured:
         if option.codec == NONE:
             return 1.0
         gain = self.gain_of(option)
-        return efficiency(gain, option.codec) if gain is not None else None
+        return efficiency(gain, option.codec, self.loss_fall) if gain is not None else None
 
     def in_round(self, efficiency: float) -> float:
         """Return an efficiency; in a round as a share of what its period keeps, since the larger loss counts."""
@@ -231,6 +233,7 @@ class Prediction:
                 count as (`Measured.counted_numel`); None if one of the gains is unknown. Fixed groups count as dense:
                 what they lose is the user's choice
     replicas    ranks, or nodes, that train alone in a round
+    loss_fall   as in `Measured`
     """
 
     groups: tuple[PlannedGroup, ...]
@@ -240,6 +243,7 @@ class Prediction:
     codec_s: float
     efficiency: float | None
     replicas: int
+    loss_fall: float
 
     @property
     def step_s(self) -> float:
@@ -262,8 +266,8 @@ class Prediction:
 
     @property
     def loss(self) -> float | None:
-        """Loss over dense's that was measured with such codecs and such a period; None if it was not."""
-        return expected_loss((option.codec for option in self.options), self.period, self.replicas)
+        """Loss over dense's that is expected with such codecs and such a period; None if it was not measured."""
+        return expected_loss((option.codec for option in self.options), self.period, self.replicas, self.loss_fall)
 
     @property
     def is_dense(self) -> bool:
@@ -347,6 +351,7 @@ def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
         codec_s=sum(work.codec_s for work in works),
         efficiency=_efficiency(known, sum(group.numel for group in groups)) if len(known) == len(kept) else None,
         replicas=measured.network.num_replicas(options),
+        loss_fall=measured.loss_fall,
     )
 
 

@@ -215,7 +215,7 @@ def test_candidates_and_least_gain_are_those_of_a_run() -> None:
     usual = {option.name: option.default for option in plan_command.params}
     assert (usual["fidelity"], usual["min_gain"]) == (Adaptive().fidelity, Adaptive().min_gain)
     slow = {"bandwidth": "10mbps"}
-    assert "qsgd 3-bit" in answer(**slow)["options"]
+    assert "qsgd 4-bit" in answer(**slow)["options"]
     assert "qsgd 2-bit" in answer(fidelity="balanced", **slow)["options"]
 
 
@@ -223,8 +223,8 @@ def test_codecs_without_room_for_the_largest_layer_are_named(tmp_path: Path) -> 
     model = write(tmp_path / "large.csv", "name,shape,forward_macs\nhuge,65536x65536,1\nsmall,64x64,1\n")
     found = answer(model=model)
     line = next(line for line in found["assumptions"] if "huge has 4,294,967,296" in line)
-    assert line.startswith("bf16 left out: "), line
-    assert "qsgd" not in line, "4.25 bits an element are 2.3 GB"
+    assert line.startswith("bf16, qsgd 8-bit left out: "), line
+    assert "qsgd 4-bit" not in line, "4.25 bits an element are 2.3 GB"
     Plan.from_json(json.dumps(found["plan"])).check(load_model(model).layers, 4)
 
 

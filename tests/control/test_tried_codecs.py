@@ -12,6 +12,7 @@ import pickle
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ LAYERS = (
 Times = Mapping[str, float]
 SLOW_LINK: Times = {"none": 1.0, "bf16": 0.6, "qsgd 4-bit": 0.25, "qsgd 3-bit": 0.22}
 COMPUTE_S = 0.1
+tried_policy = partial(Adaptive, candidates=("bf16", "qsgd:bits=4", "qsgd:bits=3"))
 # Steps from a decision to the first one under its plan.
 DELAY = 2
 
@@ -138,7 +140,7 @@ class Training:
 @pytest.fixture
 def train(tmp_path: Path) -> Callable[..., Training]:
     def make(times: Times, policy: Policy | None = None, **rest: Any) -> Training:
-        return Training(tmp_path, policy or Adaptive(), times, **rest)
+        return Training(tmp_path, policy or tried_policy(), times, **rest)
 
     return make
 
@@ -204,7 +206,7 @@ def test_of_codecs_that_are_as_fast_the_one_with_most_bytes_is_chosen(train: Cal
 
 @pytest.mark.parametrize("times", [{"none": 1.04, "bf16": 1.0, "qsgd 4-bit": 1.01, "qsgd 3-bit": 1.02}])
 def test_less_than_five_percent_are_no_reason_to_leave_dense(train: Callable[..., Training], times: Times) -> None:
-    assert _order(train(times, Adaptive(review_s=1e6)).run(100))[-1] == "none"
+    assert _order(train(times, tried_policy(review_s=1e6)).run(100))[-1] == "none"
 
 
 def test_other_step_times_begin_another_round_that_begins_with_dense(train: Callable[..., Training]) -> None:
@@ -231,7 +233,7 @@ def test_other_compute_alone_is_no_cause_where_it_bounds_the_steps(train: Callab
 
 
 def test_regular_rounds_cost_a_small_share_of_the_time(train: Callable[..., Training]) -> None:
-    training = train(SLOW_LINK, Adaptive(review_s=1.0))
+    training = train(SLOW_LINK, tried_policy(review_s=1.0))
     training.run(30)
     # 5 s of dense steps cost 4 s each round, and so at least 200 s pass before the next one.
     names = training.run(6000)
@@ -242,7 +244,7 @@ def test_regular_rounds_cost_a_small_share_of_the_time(train: Callable[..., Trai
 
 
 def test_rounds_of_a_link_that_goes_back_and_forth_cost_a_limited_share(train: Callable[..., Training]) -> None:
-    training = train(SLOW_LINK, Adaptive(review_s=1e6))
+    training = train(SLOW_LINK, tried_policy(review_s=1e6))
     training.run(30)
     lost_s = all_s = 0.0
     for turn in range(100):
@@ -255,7 +257,7 @@ def test_rounds_of_a_link_that_goes_back_and_forth_cost_a_limited_share(train: C
 
 def test_rounds_of_short_steps_that_are_reported_together_cost_no_more(train: Callable[..., Training]) -> None:
     # A trial lasts for some reports, and so for many steps.
-    training = train(dict.fromkeys(SLOW_LINK, 0.08) | {"none": 0.02}, Adaptive(review_s=1.0), report_s=1.0)
+    training = train(dict.fromkeys(SLOW_LINK, 0.08) | {"none": 0.02}, tried_policy(review_s=1.0), report_s=1.0)
     training.compute_s = 0.005
     # The first round has no other one before it.
     assert len({*training.run(500)}) == 4
@@ -267,7 +269,7 @@ def test_rounds_of_short_steps_that_are_reported_together_cost_no_more(train: Ca
 
 def test_noise_neither_leaves_dense_nor_begins_rounds(train: Callable[..., Training]) -> None:
     times = {"none": 0.2, "bf16": 0.21, "qsgd 4-bit": 0.225, "qsgd 3-bit": 0.235}
-    training = train(times, Adaptive(review_s=60.0), noise=0.15, report_s=1.0)
+    training = train(times, tried_policy(review_s=60.0), noise=0.15, report_s=1.0)
     names = training.run(18_000)
     assert sum(times[name] for name in names) < 1.02 * 0.2 * len(names)
 
@@ -275,7 +277,7 @@ def test_noise_neither_leaves_dense_nor_begins_rounds(train: Callable[..., Train
 @pytest.mark.parametrize("step_s", [0.5, 3.0, 60.0])
 def test_noise_of_long_steps_begins_few_rounds(train: Callable[..., Training], step_s: float) -> None:
     times = {name: step_s * seconds / 0.22 for name, seconds in SLOW_LINK.items()}
-    training = train(times, Adaptive(review_s=1e9), noise=0.1)
+    training = train(times, tried_policy(review_s=1e9), noise=0.1)
     training.compute_s = step_s / 3
     training.run(60)
     before = len(training.lines("decision"))
@@ -293,7 +295,7 @@ def test_a_codec_that_saves_nothing_any_more_is_left_for_dense(train: Callable[.
 
 
 def test_a_compressed_plan_that_compute_bounds_is_left_once_dense_is_as_fast(train: Callable[..., Training]) -> None:
-    training = train(SLOW_LINK, Adaptive(review_s=10.0))
+    training = train(SLOW_LINK, tried_policy(review_s=10.0))
     training.times = SLOW_LINK | {"qsgd 3-bit": 0.104}
     training.run(40)
     assert training.name() == "qsgd 3-bit"
@@ -305,7 +307,7 @@ def test_a_compressed_plan_that_compute_bounds_is_left_once_dense_is_as_fast(tra
 
 
 def test_a_plan_that_becomes_slower_than_dense_is_compared_with_it(train: Callable[..., Training]) -> None:
-    training = train({"none": 0.25, "bf16": 0.5, "qsgd 4-bit": 0.5, "qsgd 3-bit": 0.22}, Adaptive(review_s=1e6))
+    training = train({"none": 0.25, "bf16": 0.5, "qsgd 4-bit": 0.5, "qsgd 3-bit": 0.22}, tried_policy(review_s=1e6))
     training.run(60)
     assert training.name() == "qsgd 3-bit"
     training.times = dict(training.times) | {"qsgd 3-bit": 0.262}
@@ -315,7 +317,7 @@ def test_a_plan_that_becomes_slower_than_dense_is_compared_with_it(train: Callab
 
 
 def test_the_speed_up_of_dense_is_one_and_of_a_trial_its_own(train: Callable[..., Training]) -> None:
-    training = train(SLOW_LINK, Adaptive(review_s=20.0))
+    training = train(SLOW_LINK, tried_policy(review_s=20.0))
     training.run(4)
     assert training.loop.facts().speed_up == 1.0
     training.run(300)
@@ -390,7 +392,7 @@ def test_a_controller_that_takes_over_tries_again_from_the_plan_in_force(train: 
     training = train(SLOW_LINK)
     training.run(30)
     history = pickle.loads(pickle.dumps(training.loop.history()))
-    training.loop = ControlLoop(Adaptive(), Journal(training.journal_path), history, run_name="sharded")
+    training.loop = ControlLoop(tried_policy(), Journal(training.journal_path), history, run_name="sharded")
     training.loop.resume()
     assert _order(training.run(60)) == ["qsgd 3-bit", "none", "qsgd 3-bit"]
     assert training.lines("decision")[-1]["cause"] == "the controller was started again"

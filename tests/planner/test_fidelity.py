@@ -14,6 +14,7 @@ from cgx_ray.plan import NONE, CodecSpec, preferred_scheme
 from cgx_ray.planner.candidates import efficiency
 from cgx_ray.planner.fidelity import (
     LOSS_COSTS,
+    MEASURED_FALL,
     PERIOD_LOSSES,
     SEED_SPREAD,
     Fidelity,
@@ -113,10 +114,24 @@ def test_levels_allow_what_was_measured_within_their_limit() -> None:
     assert strict < balanced
     assert {NONE, CodecSpec(name="bf16"), CodecSpec(name="qsgd", bits=4)} <= strict
     for codec in strict - {NONE}:
-        assert LOSS_COSTS[str(codec)].worst <= 1.01
+        assert LOSS_COSTS[str(codec)].worst <= 1.005
     for codec in balanced - {NONE}:
         assert LOSS_COSTS[str(codec)].worst <= 1.05
     assert all(codec.density is None for codec in strict)
+
+
+def test_codecs_lose_more_of_a_loss_that_has_fallen_further_and_no_more_than_their_errors_can() -> None:
+    four, eight, half = (CodecSpec.parse(text) for text in ("qsgd:bits=4", "qsgd:bits=8", "bf16"))
+    worst = LOSS_COSTS[str(four)].worst
+    assert loss_of(four, 1, 4) == loss_of(four, 1, 4, MEASURED_FALL) == worst
+    assert loss_of(four, 1, 4, 2 * MEASURED_FALL) == pytest.approx(1 + 2 * (worst - 1))
+    # What regressions lost at most, whose loss fell 32-fold (LOG 123).
+    assert 1.08 < loss_of(four, 1, 4, 1e6) < 1.1
+    for codec in (eight, half):
+        assert loss_of(codec, 1, 4, 1e6) < 1.001
+    assert efficiency(0.99, four, 2 * MEASURED_FALL) == pytest.approx(1 / (1 + 2 * (worst - 1)))
+    # A codec with feedback sends later what it left out, so that its errors say nothing.
+    assert loss_of(CodecSpec(name="topk", density=0.1), 1, 4, 10 * MEASURED_FALL) > 1.5
 
 
 def test_fast_adds_top_k_at_the_densities_and_others_do_not() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean, median
 from typing import NamedTuple
@@ -90,6 +91,29 @@ class LearningPhase:
         half = len(norms) // 2
         ratio = median(norms[-half:]) / median(norms[:half])
         return not 1 / FAST_CHANGE < ratio < FAST_CHANGE
+
+
+@dataclass(slots=True)
+class LossFall:
+    """By how much the loss has fallen.
+
+    ratio  mean of the first MIN_LOSSES losses over the least mean of as many later ones; 1 before these are known
+    """
+
+    ratio: float = 1.0
+    _first: float | None = None
+    _newest: deque[float] = field(default_factory=lambda: deque(maxlen=MIN_LOSSES))
+
+    def add_loss(self, loss: float | None) -> None:
+        """Add a step's loss. None is left out, and so is one that is not positive: it has no ratio to another."""
+        if loss is None or not 0 < loss < MAX_LOSS:
+            return
+        self._newest.append(loss)
+        if len(self._newest) < MIN_LOSSES:
+            return
+        mean = fmean(self._newest)
+        self._first = mean if self._first is None else self._first
+        self.ratio = max(self.ratio, self._first / mean)
 
 
 class LossTrend:

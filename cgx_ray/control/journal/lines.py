@@ -221,8 +221,8 @@ def decision_entry(
         "step": step,
         "kind": decision.kind,
         "made_by": made_by,
-        "old": _plan_fields(old, measured.layers, num_nodes),
-        "new": _plan_fields(new, measured.layers, num_nodes),
+        "old": _plan_fields(old, measured.layers, num_nodes, measured.loss_fall),
+        "new": _plan_fields(new, measured.layers, num_nodes, measured.loss_fall),
         "new_groups": [] if new is old else group_fields(new.groups, measured.layers),
         "new_period": new.period,
         "reason": decision.reason,
@@ -341,7 +341,7 @@ def end_entry(*, step: int | None, newest_step: int, time_s: float) -> dict[str,
     return {"event": "end", "time": time_s, "step": step, "newest_step": newest_step}
 
 
-def _plan_fields(plan: Plan, layers: Sequence[Layer], num_nodes: int) -> dict[str, Any]:
+def _plan_fields(plan: Plan, layers: Sequence[Layer], num_nodes: int, loss_fall: float = 1.0) -> dict[str, Any]:
     """Return the plan in one phrase; and the groups, layers, elements and bytes of a step for each option."""
     plan = plan.on_one_node() if num_nodes == 1 else plan
     options: dict[str, dict[str, Any]] = {}
@@ -361,7 +361,7 @@ def _plan_fields(plan: Plan, layers: Sequence[Layer], num_nodes: int) -> dict[st
         for name, number in zip(("groups", "layers", "numel", "dense_bytes", "wire_bytes"), added, strict=True):
             counts[name] += number
     replicas = num_nodes if plan.has_inside else plan.world_size
-    loss = expected_loss((group.option.codec for group in plan.groups), plan.period, replicas)
+    loss = expected_loss((group.option.codec for group in plan.groups), plan.period, replicas, loss_fall)
     return {"version": plan.version, "plan": plan.describe(), "expected_loss": loss, "options": options}
 
 

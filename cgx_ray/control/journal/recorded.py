@@ -52,6 +52,7 @@ def situation_fields(situation: Situation) -> dict[str, Any]:
         },
         "encodes_on": now.encodes_on,
         "max_period": now.max_period,
+        "loss_fall": now.loss_fall,
         "bus": _link_fields(now.bus) if now.bus is not None else None,
         "engine": asdict(now.engine) if now.engine != HOST_ENGINE else None,
         "errors": planner_input.errors.recorded(),
@@ -84,22 +85,25 @@ def read_policy(start: Mapping[str, Any]) -> Policy:
     )
 
 
+def _read_network(fields: Mapping[str, Any]) -> Network:
+    inside = fields["inside"]
+    return Network(
+        num_nodes=fields["num_nodes"],
+        ranks_per_node=fields["ranks_per_node"],
+        between=Link(**fields["between"]),
+        inside=Link(**inside) if inside is not None else None,
+        # Earlier journals have neither.
+        device_sums=fields.get("device_sums", False),
+        node_sizes=tuple(fields.get("node_sizes", ())),
+    )
+
+
 def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situation:
     """Return the situation that `situation_fields` wrote. `layers`: those of the `start` line before it.
 
     Raises ConfigError, PlanError or LookupError for values that no situation has.
     """
-    network = fields["network"]
-    inside = network["inside"]
-    between = Network(
-        num_nodes=network["num_nodes"],
-        ranks_per_node=network["ranks_per_node"],
-        between=Link(**network["between"]),
-        inside=Link(**inside) if inside is not None else None,
-        # Earlier journals have neither.
-        device_sums=network.get("device_sums", False),
-        node_sizes=tuple(network.get("node_sizes", ())),
-    )
+    between = _read_network(fields["network"])
     groups = read_groups(fields["groups"], layers)
     # Earlier journals have no period.
     period = fields.get("period", 1)
@@ -118,6 +122,7 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
         },
         encodes_on=fields["encodes_on"],
         max_period=fields.get("max_period", 1),
+        loss_fall=fields.get("loss_fall", 1.0),
         bus=Link(**fields["bus"]) if fields.get("bus") is not None else None,
         engine=EngineCost(**fields["engine"]) if fields.get("engine") is not None else HOST_ENGINE,
         # Every plan has the fixed groups, so the plan in force has them too.

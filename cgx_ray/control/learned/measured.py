@@ -10,6 +10,7 @@ from cgx_ray.monitors.sample import InsideLink, StepValues
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Layer, Option, Plan
 from cgx_ray.planner.bits import QSGD
 from cgx_ray.planner.cost import Link, Network
+from cgx_ray.planner.fidelity import MEASURED_FALL
 from cgx_ray.planner.planned_group import PlannedGroup
 from cgx_ray.planner.prediction import Measured
 
@@ -18,6 +19,8 @@ from cgx_ray.planner.prediction import Measured
 DEFAULT_INSIDE = Link.from_rates(bandwidth_gbps=16, latency_ms=0.05)
 # Fraction of a step's compute before the first gradient, assumed because backward costs about twice as much as forward.
 FORWARD_SHARE = 1 / 3
+# Least ratio of two falls of the loss that calls for a new decision.
+FALL_CHANGE = 1.2
 
 
 def non_dense_options(plan: Plan) -> frozenset[Option]:
@@ -132,6 +135,17 @@ def period_cause(decided: Measured, now: Measured, plan: Plan) -> str | None:
     if most == before or before > most >= plan.period:
         return None
     return f"ranks may train alone for up to {most} steps" if most > 1 else "ranks may no longer train alone"
+
+
+def loss_cause(worse: str | None, decided: Measured, now: Measured, plan: Plan) -> str | None:
+    """Return `worse`, or in words that the loss has fallen further, so that codecs cost more of it.
+
+    None if that is nothing to `plan`.
+    """
+    if not compressing_options(plan):
+        return worse if plan.period > 1 else None
+    before, fall = max(decided.loss_fall, MEASURED_FALL), now.loss_fall
+    return worse or (f"loss has fallen to {1 / fall:.2g} of the first losses" if fall > FALL_CHANGE * before else None)
 
 
 def at_compute(measured: Measured, compute_s: float) -> Measured:

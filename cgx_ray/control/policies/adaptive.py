@@ -75,8 +75,8 @@ class Adaptive(Policy):
     review_s    seconds after a decision until it is asked again without any other cause
     periods     steps between two exchanges that may be chosen besides 1 (`engine.period`), of those in
                 `planner.fidelity`. Default: those of the fidelity, and 1 with `candidates`
-    max_loss    measured loss over dense's that a codec and a period may have together; None: any. Default: that of
-                "balanced", 1.05, if neither candidates nor periods are given
+    max_loss    expected loss over dense's that a codec and a period may have together; None: any. Default: that of
+                the fidelity, 1.01 or 1.05, if neither candidates nor periods are given
     """
 
     fidelity: str = Fidelity.STRICT.value
@@ -98,8 +98,9 @@ class Adaptive(Policy):
         if self.periods is None:
             usual = periods_of(self.fidelity) if self.candidates is None else (1,)
             object.__setattr__(self, "periods", usual)
-            if self.max_loss is None and self.candidates is None and self.fidelity == Fidelity.BALANCED:
-                object.__setattr__(self, "max_loss", Fidelity.BALANCED.max_loss)
+            most = Fidelity(self.fidelity).max_loss
+            if self.max_loss is None and self.candidates is None and most < math.inf:
+                object.__setattr__(self, "max_loss", most)
         elif not isinstance(self.periods, tuple | list) or not {*self.periods} <= {1, *PERIODS}:
             raise ConfigError(
                 f"periods {self.periods!r} is not allowed; give some of {', '.join(map(str, (1, *PERIODS)))}, "
@@ -170,6 +171,10 @@ class Adaptive(Policy):
                     f"{codec.describe()}: a step counts as {share:.1%} of a dense one, and min_gain allows "
                     f"{self._enter_gain:.1%} or more"
                 )
+        codecs = dict.fromkeys(option.codec for option in self.options)
+        for codec in codecs if self.max_loss is not None else ():
+            if loss_of(codec, 1, 1) <= self.max_loss < (loss := loss_of(codec, 1, 1, measured.loss_fall)):
+                yield f"{codec.describe()} would end {loss - 1:.1%} above dense, as the loss has fallen so far"
         if self.max_period > 1 and measured.max_period == 1 and not measured.fixed:
             yield "ranks do not train alone now"
 
@@ -203,8 +208,9 @@ class Adaptive(Policy):
         return self.periods
 
     def _may_lose(self, option: Option, period: int, planner_input: PlannerInput) -> bool:
-        replicas = planner_input.now.network.num_replicas([option])
-        return self.max_loss is None or loss_of(option.codec, period, replicas) <= self.max_loss
+        now = planner_input.now
+        loss = loss_of(option.codec, period, now.network.num_replicas([option]), now.loss_fall)
+        return self.max_loss is None or loss <= self.max_loss
 
     def _with_rounds(self, planner_input: PlannerInput, allowed: Sequence[Option], found: BestPlan) -> BestPlan:
         """Return `found`, or the best plan of rounds if that promises MIN_IMPROVEMENT over it."""
@@ -253,7 +259,8 @@ class Adaptive(Policy):
         }
 
     def _allowed(self, situation: Situation) -> list[Option]:
-        """Return the options that are not banned and keep enough: those in force may keep a little less.
+        """Return the options that are not banned, lose no more than `max_loss`, and keep enough: those in force may
+        keep a little less.
 
         Where a GPU holds the gradients, with the same ones offloaded, but none whose link inside nodes is not known.
         """
@@ -262,18 +269,23 @@ class Adaptive(Policy):
         return [
             option
             for option in situation.allowed((*self.options, *moved))
-            if option in in_force
-            or (measured.network.knows_inside(option) and (measured.efficiency(option) or 0.0) >= self._enter_gain)
+            if self._may_lose(option, 1, situation.planner_input)
+            and (
+                option in in_force
+                or (measured.network.knows_inside(option) and (measured.efficiency(option) or 0.0) >= self._enter_gain)
+            )
         ]
 
     def _keeps_enough(self, option: Option, planner_input: PlannerInput) -> bool:
         return (planner_input.now.efficiency(option) or 0.0) >= self._least_gain
 
     def _may_stay(self, situation: Situation, current: Prediction) -> bool:
-        used = {group.option.flat() for group in current.groups if group.option != DENSE and not group.is_fixed}
+        planner_input = situation.planner_input
+        used = {group.option for group in current.groups if group.option != DENSE and not group.is_fixed}
         keeps_enough = current.efficiency is not None and current.efficiency >= self._least_gain
-        may_stay = self._may_have(current.period, situation.planner_input)
-        return keeps_enough and may_stay and situation.banned.isdisjoint(used)
+        may_lose = all(self._may_lose(option, current.period, planner_input) for option in used)
+        is_banned = not situation.banned.isdisjoint(option.flat() for option in used)
+        return keeps_enough and may_lose and self._may_have(current.period, planner_input) and not is_banned
 
     def _is_worth(self, situation: Situation, current: Prediction, found: BestPlan) -> bool:
         """Return whether the best plan saves enough."""

@@ -32,7 +32,7 @@ def _adapt(rank: int, folder: str, num_replicas: int) -> tuple[list[str], list[s
 def test_ranks_try_codecs_and_choose_the_fastest(num_ranks: int, num_replicas: int, tmp_path: Path) -> None:
     results = run_ranks(num_ranks, _adapt, str(tmp_path), num_replicas)
     said, plans, weights = results[0]
-    assert plans[:2] == ["dense", "qsgd 3-bit over sra"]
+    assert plans[:2] == ["dense", "qsgd 4-bit over sra"]
     # All ranks had the same plans in the same steps: replicas agree to the bit.
     assert all(other == weights for _, _, other in results)
     lines = [json.loads(line) for line in (tmp_path / "decisions.jsonl").read_text().splitlines()]
@@ -42,14 +42,14 @@ def test_ranks_try_codecs_and_choose_the_fastest(num_ranks: int, num_replicas: i
     assert (trial["made_by"], trial["old"]["plan"], trial["new"]["plan"]) == (
         "plan_trial",
         "dense",
-        "qsgd 3-bit over sra",
+        "qsgd 4-bit over sra",
     )
     assert choice["new"]["plan"].startswith("qsgd ")
     assert choice["new"]["plan"] in plans
     assert choice["predicted_step_s"] < 0.8 * choice["predicted_dense_s"]
     assert [line for line in lines if line["event"] == "outcome"]
     assert any("policy adaptive (strict) begins dense" in line for line in said)
-    assert any("trying qsgd 3-bit over sra for a few steps" in line for line in said)
+    assert any("trying qsgd 4-bit over sra for a few steps" in line for line in said)
     assert any("faster than dense" in line for line in said)
     result = CliRunner().invoke(main, ["report", str(tmp_path)])
     assert result.exit_code == 0, result.output

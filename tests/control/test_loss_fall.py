@@ -1,0 +1,94 @@
+"""How far the loss has fallen: codecs cost more of what is left of it, so policies change to others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.control_runs import COST, LAYERS, FakeTraining, journal, registration
+
+from cgx_ray.control.gains.loss_trend import MIN_LOSSES, LossFall
+from cgx_ray.control.history import History
+from cgx_ray.control.journal.lines import Journal
+from cgx_ray.control.journal.recorded import read_situation
+from cgx_ray.control.loop import ControlLoop
+from cgx_ray.control.policies.adaptive import Adaptive
+from cgx_ray.plan import NONE, CodecSpec
+
+FOUR, EIGHT = (CodecSpec(name="qsgd", bits=bits) for bits in (4, 8))
+
+
+def halving(every: int) -> Callable[[int], float]:
+    return lambda step: 4.0 * 0.5 ** (step / every)
+
+
+def start(tmp_path: Path, policy: Adaptive, loss: Callable[[int], float] | None) -> FakeTraining:
+    """Start on a slow link, where the codec with the fewest bytes is best."""
+    loop = ControlLoop(policy, Journal(tmp_path / "decisions.jsonl"))
+    codecs = map(str, policy.timed_codecs)
+    loop.register(registration(codec_costs=dict.fromkeys(codecs, COST)))
+    gain = {str(codec): 1 - (codec.record.losses[str(codec)].relative_error or 0.0) for codec in policy.timed_codecs}
+    return FakeTraining(loop, gbps=0.1, step=1, gain=gain, loss=loss)
+
+
+def codecs_in_force(run: FakeTraining) -> set[CodecSpec]:
+    return {group.option.codec for group in run.loop.plans[-1].groups} - {NONE}
+
+
+def test_a_loss_that_falls_far_takes_more_bits_and_says_why(tmp_path: Path) -> None:
+    run = start(tmp_path, Adaptive(review_s=1e6), halving(100))
+    run.run(100)
+    assert codecs_in_force(run) == {FOUR}
+    run.run(400)
+    assert codecs_in_force(run) == {EIGHT}
+    lines = [line for line in journal(tmp_path, "decision") if "qsgd 8-bit" in line["new"]["plan"]]
+    assert lines[0]["reason"].startswith("loss has fallen to 0.19 of the first losses: ")
+    assert "qsgd 4-bit would end 1.2% above dense, as the loss has fallen so far" in lines[0]["reason"]
+    assert lines[0]["old"]["expected_loss"] > 1.01 > lines[0]["new"]["expected_loss"]
+    assert read_situation(lines[0]["situation"], LAYERS).planner_input.now.loss_fall > 4
+
+
+def test_each_limit_takes_the_fewest_bits_that_it_allows(tmp_path: Path) -> None:
+    run = start(tmp_path, Adaptive(fidelity="balanced", periods=(1,), max_loss=1.05, review_s=1e6), halving(100))
+    bits = []
+    for _ in range(50):
+        run.run(20)
+        bits += [codec.bits for codec in codecs_in_force(run) if codec.bits not in bits]
+    assert bits == [2, 3, 4, 8]
+
+
+@pytest.mark.parametrize("loss", [None, lambda step: 4.0, lambda step: -halving(50)(step)])
+def test_a_loss_that_is_unknown_or_does_not_fall_changes_nothing(
+    tmp_path: Path, loss: Callable[[int], float] | None
+) -> None:
+    run = start(tmp_path, Adaptive(), loss)
+    run.run(400)
+    assert codecs_in_force(run) == {FOUR}
+    assert journal(tmp_path, "decision")[-1]["situation"]["loss_fall"] == 1
+
+
+def test_workers_that_are_started_again_and_another_controller_go_on_with_the_first_losses(tmp_path: Path) -> None:
+    run = start(tmp_path, Adaptive(), halving(200))
+    run.run(300)
+    assert codecs_in_force(run) == {FOUR}
+    history = run.loop.history()
+    run.loop = ControlLoop(Adaptive(), Journal(tmp_path / "decisions.jsonl"), history)
+    run.loop.register(registration(codec_costs=dict.fromkeys(map(str, Adaptive().timed_codecs), COST)))
+    run.run(300)
+    assert codecs_in_force(run) == {EIGHT}
+    assert isinstance(history, History)
+
+
+def test_the_first_losses_and_the_least_later_ones_count() -> None:
+    fall = LossFall()
+    for loss in [8.0] * (MIN_LOSSES - 1):
+        fall.add_loss(loss)
+    assert fall.ratio == 1
+    for loss in [None, math.nan, math.inf, 0.0, -1.0, 8.0, *[2.0] * MIN_LOSSES]:
+        fall.add_loss(loss)
+    assert fall.ratio == 4
+    for loss in [16.0] * 100:
+        fall.add_loss(loss)
+    assert fall.ratio == 4
