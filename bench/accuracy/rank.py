@@ -106,7 +106,10 @@ def _train(task: TrainingTask, workload: str, way: str, seed: int, job: dict[str
         for step in range(num_steps):
             report_step(job["first_step"] + step)
             began_s = time.perf_counter()
-            model(*task.batch(seed, step, dist.get_rank())).backward()
+            loss = model(*task.batch(seed, step, dist.get_rank()))
+            loss.backward()
+            if task.reports_loss and isinstance(attachment, cgx_ray.Attachment):
+                attachment.observe(loss=loss)
             nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM)
             optimizer.step()
             if isinstance(attachment, Averaging):
@@ -121,10 +124,10 @@ def _train(task: TrainingTask, workload: str, way: str, seed: int, job: dict[str
                     attachment.average_now()
                 else:
                     attachment.end_round()
-                loss = _validate(model.module, task.validation)
-                if not math.isfinite(loss):
+                validated = _validate(model.module, task.validation)
+                if not math.isfinite(validated):
                     break
-                points.append((step + 1, math.fsum(steps_s), loss))
+                points.append((step + 1, math.fsum(steps_s), validated))
                 gradients = _gradients(model.module, task.batch(seed, step, dist.get_rank()))
                 if is_codec:
                     errors.append(_relative_error(gradients, way))

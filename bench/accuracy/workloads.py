@@ -42,12 +42,14 @@ class TrainingTask:
     batch           of a (seed, step, rank)
     validation      batches of one size, the same for all seeds
     make_optimizer  of the parameters; without momentum if the second argument is False, as dgc has its own
+    reports_loss    to the policy, by `Attachment.observe`
     """
 
     build: Callable[[int], nn.Module]
     batch: Callable[[int, int, int], Batch]
     validation: tuple[Batch, ...]
     make_optimizer: Callable[[Iterable[nn.Parameter], bool], torch.optim.Optimizer]
+    reports_loss: bool = False
 
 
 def load_task(name: str) -> TrainingTask:
@@ -170,6 +172,7 @@ def _regression() -> TrainingTask:
         batch=lambda seed, step, rank: draw(_REGRESSION_BATCH_SIZE, seed, step, rank),
         validation=tuple(zip(x_VI.split(64), y_VO.split(64), strict=True)),
         make_optimizer=_adamw,
+        reports_loss=True,
     )
 
 

@@ -91,8 +91,8 @@ class LocalGradients:
             bucket.buffer.div_(dist.get_world_size(self._node_group))
             self._sums.append(self._engine.sums.begin("a sum inside the node", bucket.buffer, self._node_group))
 
-    def finish(self, rho: float) -> Tensor:
-        """Finish the step at its last bucket. Return the fold of its gradients, see `Fold.take`.
+    def finish(self, rho: Mapping[str, float]) -> Tensor:
+        """Finish the step at its last bucket. Return the fold of its gradients, see `Fold.take`. `rho`: by layer.
 
         Raises TransportError if a rank is gone.
         """
@@ -102,7 +102,7 @@ class LocalGradients:
             gradients = {name: one for bucket in self._buckets for name, one in bucket.gradients.items()}
             for name, gradient in gradients.items():
                 self._fold.add(name, gradient)
-                gradient.mul_(rho)
+                gradient.mul_(rho[name])
             if any(bucket.scales is None or len(bucket.scales) for bucket in self._buckets):
                 self._spread_overflow(gradients)
         for bucket in self._buckets:

@@ -15,6 +15,33 @@ from cgx_ray.engine.loss_scale import holds, parameters_of
 
 # Of Adam and its kin, and of SGD.
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
+# Of groups, which rho changes for a step.
+_SETTINGS = ("lr", "weight_decay")
+
+
+class _Group:
+    """A group of an optimizer under way: `parts` take its place, one for each rho."""
+
+    def __init__(self, group: dict[str, Any], params_of: Mapping[float, list[nn.Parameter]]) -> None:
+        """`params_of`: by rho; empty for a group that is not to be changed."""
+        self._group, self._kept, self.parts = group, dict[str, Any](), [group]
+        if not isinstance(group.get("lr"), float | int | Tensor) or params_of.keys() <= {1.0}:
+            return
+        self._kept = {name: group[name] for name in _SETTINGS if name in group}
+        if len(params_of) == 1:
+            # In place, as wrappers may share it.
+            group.update(self._times(*params_of))
+        else:
+            self.parts = [{**group, **self._times(rho), "params": params} for rho, params in params_of.items()]
+
+    def _times(self, rho: float) -> dict[str, Any]:
+        times = {"lr": 1 / rho, "weight_decay": rho}
+        return {name: value * times[name] for name, value in self._kept.items()}
+
+    def restored(self) -> dict[str, Any]:
+        """Return the group with the user's settings, and with what the step has written into it."""
+        self._group.update({name: value for name, value in self.parts[0].items() if name != "params"} | self._kept)
+        return self._group
 
 
 class LocalOptimizers:
@@ -23,10 +50,11 @@ class LocalOptimizers:
     A step takes the learning rate over rho and the weight decay times rho; afterwards they are the user's again. Then
     gradients times rho lead as far as the ranks' mean gradient would, for optimizers that divide by the size of the
     gradients (Adam and its kin) as for others. Decay stays the same, whether it is decoupled or a part of the gradient.
+    A group whose layers differ in rho is several groups for the step.
 
     First moments are sums of gradients, so they are multiplied as gradients are: when rho changes, by the ratio.
 
-    rho          see `engine.period.rho`
+    rho          by layer, see `engine.period.rho`
     has_stepped  True once an optimizer has stepped, also one that is gone by now
     """
 
@@ -36,12 +64,12 @@ class LocalOptimizers:
         on_step: Callable[[], None],
         *,
         on_first: Callable[[Mapping[str, Sequence[Optimizer]]], None] | None = None,
-        moments_rho: float = 1.0,
+        moments_rho: Mapping[str, float] | None = None,
     ) -> None:
         """
         on_step      called after each step of an optimizer of these parameters
         on_first     called before the first step of each, once its moments are scaled: its layers, each with it
-        moments_rho  what first moments are multiplied with already, as in `moments_rho`
+        moments_rho  what first moments are multiplied with already, as in `moments_rho`; None: 1
         """
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._keys = self._names.keys()
@@ -51,12 +79,13 @@ class LocalOptimizers:
         self._stepped_by: dict[str, list[weakref.ref[Optimizer]]] = {}
         self._called: list[weakref.ref[Optimizer]] = []
         self.has_stepped = False
-        # By optimizer under way, its groups' own settings.
-        self._own: weakref.WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = weakref.WeakKeyDictionary()
-        self.rho = 1.0
+        # By optimizer under way, its groups.
+        self._own: weakref.WeakKeyDictionary[Optimizer, list[_Group]] = weakref.WeakKeyDictionary()
+        self._ones = dict.fromkeys(parameters, 1.0)
+        self.rho: Mapping[str, float] = self._ones
         # What first moments are multiplied with, by optimizer; and those of optimizers that have not stepped yet.
-        self._first_rho = moments_rho
-        self._rho_of: weakref.WeakKeyDictionary[Optimizer, float] = weakref.WeakKeyDictionary()
+        self._first_rho = moments_rho or self._ones
+        self._rho_of: weakref.WeakKeyDictionary[Optimizer, Mapping[str, float]] = weakref.WeakKeyDictionary()
         # Parameters that have stepped since the last gradients, and between the gradients before.
         self._stepped: set[int] = set()
         self._expected: set[int] = set()
@@ -72,13 +101,13 @@ class LocalOptimizers:
             self._restore(optimizer)
         if keeps_moments:
             return
-        self.rho = 1.0
+        self.rho = self._ones
         for optimizer in list(self._rho_of):
             self._scale_moments(optimizer)
 
     @property
-    def moments_rho(self) -> float:
-        """Return what first moments are multiplied with."""
+    def moments_rho(self) -> Mapping[str, float]:
+        """Return what first moments are multiplied with, by layer."""
         return next(iter(self._rho_of.values()), self._first_rho)
 
     @property
@@ -116,15 +145,8 @@ class LocalOptimizers:
                 self._on_first({name: [optimizer] for name in names})
         # Wrappers share the groups of the optimizer that they call, and so call it within their own step.
         under_way = {id(group) for other in self._own for group in other.param_groups}
-        own: list[dict[str, Any]] = []
-        for group in optimizer.param_groups:
-            is_own = id(group) not in under_way and any(id(parameter) in self._keys for parameter in group["params"])
-            kept: dict[str, Any] = {n: group[n] for n in ("lr", "weight_decay") if is_own and n in group}
-            own.append(kept)
-            if isinstance(kept.get("lr"), float | int | Tensor) and self.rho != 1:
-                group["lr"] = kept["lr"] / self.rho
-                if "weight_decay" in kept:
-                    group["weight_decay"] = kept["weight_decay"] * self.rho
+        own = [_Group(one, {} if id(one) in under_way else self._by_rho(one)) for one in optimizer.param_groups]
+        optimizer.param_groups[:] = [part for group in own for part in group.parts]
         self._own[optimizer] = own
 
     def _after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -145,6 +167,14 @@ class LocalOptimizers:
         self._stepped.update(held)
         self._on_step()
 
+    def _by_rho(self, group: Mapping[str, Any]) -> dict[float, list[nn.Parameter]]:
+        """Return the parameters of a group by rho. Those of other models have 1."""
+        found: dict[float, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            name = self._names.get(id(parameter))
+            found.setdefault(self.rho[name] if name is not None else 1.0, []).append(parameter)
+        return found
+
     def _held_by(self, optimizer: Optimizer) -> set[int]:
         return self._keys & set(parameters_of(optimizer))
 
@@ -156,11 +186,15 @@ class LocalOptimizers:
             return
         with torch.no_grad():
             for parameter, state in optimizer.state.items():
+                layer = self._names.get(id(parameter))
+                if layer is None or self.rho[layer] == before[layer]:
+                    continue
                 for name in _FIRST_MOMENTS:
-                    moment = state.get(name) if id(parameter) in self._keys else None
-                    if isinstance(moment, Tensor):
-                        moment.mul_(self.rho / before)
+                    if isinstance(moment := state.get(name), Tensor):
+                        moment.mul_(self.rho[layer] / before[layer])
 
     def _restore(self, optimizer: Optimizer) -> None:
-        for group, kept in zip(optimizer.param_groups, self._own.pop(optimizer, []), strict=False):
-            group.update(kept)
+        own = self._own.pop(optimizer, [])
+        num_parts = sum(len(group.parts) for group in own)
+        # Some may have been added since.
+        optimizer.param_groups[:num_parts] = [group.restored() for group in own]

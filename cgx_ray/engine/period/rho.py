@@ -1,37 +1,43 @@
-"""rho: the norm of the ranks' mean gradient over that of one rank's gradient, while ranks train alone.
+"""rho of a layer: the norm of the ranks' mean gradient over that of one rank's gradient, while ranks train alone.
 
 Gradients of one rank have more noise, so an optimizer that divides by their size takes shorter steps than it would with
-the mean gradient. Ranks that train alone multiply their gradients by rho and the learning rate by 1 / rho.
+the mean gradient. Ranks that train alone multiply their gradients by rho and the learning rate by 1 / rho. Layers
+differ: with one rho for all of them, those with less noise than the others take too long steps, and others too short
+ones, which cost a regression up to 30 % of its loss (LOG 124).
 
 The mean gradient is not there to be measured. So each rank keeps, of each step, a fold of its gradient: sums of some
 elements with fixed random signs. The fold of a mean gradient is the mean of the folds, and the expected square of a sum
 with random signs is the sum of squares. docs/log/2026-11-26.md, entry 91, has other estimators.
 
-K sums, S steps, M of them in a message
+L layers, K sums of each, S steps, M of them in a message
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-NUM_SUMS = 384
+# Sums of all layers, as far as each has no fewer than the least and no more than the most.
+NUM_SUMS, LEAST_SUMS, MOST_SUMS = 1536, 8, 384
 # Elements of a model that are folded, at most about so many: more would cost time, and err no less.
 MAX_FOLDED = 1 << 20
 # Elements that lie together in memory, so that reading some of a gradient's does not read all of it.
 LINE = 16
-# Steps of a round whose folds are exchanged, at most: on a slow link those of 64 steps took longer than 0.4 MB of
-# changes with 4 bits.
-MAX_STEPS = 8
+# Numbers and steps of a round that are exchanged, at most, but at least a step: on a slow link 25 KB for each of eight
+# rounds took longer than 0.4 MB of changes with 4 bits.
+MAX_NUMBERS, MAX_STEPS = 3080, 8
 # Weight of what was known before, in an average that forgets.
 KEPT = 0.9
+# Ratio of neighbouring values of rho, about: many layers have the same one, and optimizers step those together.
+# Estimates err as much.
+LEVEL = 1.1
 
 
 class Fold:
-    """Sums over the elements of one rank's gradients, with signs that are the same on all ranks."""
+    """Sums over the elements of each layer of one rank's gradients, with signs that are the same on all ranks."""
 
     def __init__(self, numels: Mapping[str, int], device: torch.device) -> None:
         """`numels`: elements of each layer. `device`: where the gradients are."""
@@ -42,7 +48,9 @@ class Fold:
             num_picked = numel if self._stride == 1 else -(-(numel // LINE) // self._stride) * LINE
             signs = torch.randint(2, (num_picked,), generator=generator, dtype=torch.int8, device="cpu") * 2 - 1
             self._signs[name] = signs.to(device)
-        self._sum_K = torch.zeros(NUM_SUMS, dtype=torch.float32, device=device)
+        self._places = {name: place for place, name in enumerate(numels)}
+        shape = len(numels), num_sums(len(numels))
+        self._sum_LK = torch.zeros(shape, dtype=torch.float32, device=device)
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Add the gradient of a layer."""
@@ -51,64 +59,82 @@ class Fold:
             num_lines = len(flat_N) // LINE
             flat_N = flat_N[: num_lines * LINE].view(num_lines, LINE)[:: self._stride].reshape(-1)
         signed_N = flat_N.float() * self._signs[name]
-        num_whole = len(signed_N) // NUM_SUMS * NUM_SUMS
-        self._sum_K += signed_N[:num_whole].view(-1, NUM_SUMS).sum(0)
-        self._sum_K[: len(signed_N) - num_whole] += signed_N[num_whole:]
+        sum_K = self._sum_LK[self._places[name]]
+        num_whole = len(signed_N) // len(sum_K) * len(sum_K)
+        sum_K += signed_N[:num_whole].view(-1, len(sum_K)).sum(0)
+        sum_K[: len(signed_N) - num_whole] += signed_N[num_whole:]
 
     def take(self) -> Tensor:
-        """Return (K,) sums of the gradients since the last call."""
-        taken_K, self._sum_K = self._sum_K, torch.zeros_like(self._sum_K)
-        return taken_K
+        """Return (L, K) sums of the gradients since the last call."""
+        taken_LK, self._sum_LK = self._sum_LK, torch.zeros_like(self._sum_LK)
+        return taken_LK
+
+
+def num_sums(num_layers: int) -> int:
+    """Return K."""
+    return min(max(NUM_SUMS // num_layers, LEAST_SUMS), MOST_SUMS)
 
 
 class Rho:
-    """The estimate, the same on all ranks.
+    """The estimates, the same on all ranks.
 
     num_replicas  ranks, or nodes whose ranks average their gradients in each step
     """
 
-    def __init__(self, num_replicas: int) -> None:
-        self.num_replicas = num_replicas
+    def __init__(self, num_replicas: int, layers: Sequence[str]) -> None:
+        """`layers`: their names, as in `Fold`."""
+        self.num_replicas, self._layers = num_replicas, layers
+        self._forget()
+
+    def _forget(self) -> None:
         # |mean gradient|^2 over the mean of |gradient|^2. Before any is known, that of noise: soon it is nearly that.
-        self._square = 1 / num_replicas
-        self._is_known = False
+        self._square_L = [1 / self.num_replicas] * len(self._layers)
+        self._is_known_L = [False] * len(self._layers)
 
     def begin(self, num_replicas: int) -> None:
         """Go on, or begin anew if there are other replicas."""
         if num_replicas != self.num_replicas:
-            self.num_replicas, self._square, self._is_known = num_replicas, 1 / num_replicas, False
+            self.num_replicas = num_replicas
+            self._forget()
 
     @property
-    def value(self) -> float:
-        """Return rho: at least what gradients would have that are noise alone, at most 1."""
-        return math.sqrt(min(max(self._square, 1 / self.num_replicas), 1.0))
+    def values(self) -> dict[str, float]:
+        """Return rho by layer: at least what gradients would have that are noise alone, at most 1."""
+        least = 1 / self.num_replicas
+        num_levels = max(1, round(-math.log(least) / 2 / math.log(LEVEL)))
+        square_L = [min(max(square, least), 1.0) for square in self._square_L]
+        level_L = [round(num_levels * math.log(square) / math.log(least)) if square < 1 else 0 for square in square_L]
+        rho_L = [least ** (level / num_levels / 2) for level in level_L]
+        return dict(zip(self._layers, rho_L, strict=True))
 
     @staticmethod
-    def message(folds_SK: Tensor) -> Tensor:
-        """Return (M * K + M,) numbers in float64, on the host, of which `add` takes the means over ranks."""
-        num_steps = len(folds_SK)
+    def message(folds_SLK: Tensor) -> Tensor:
+        """Return (M * L * (K + 1),) numbers in float64, on the host, of which `add` takes the means over ranks."""
+        num_steps, num_layers, num_sums = folds_SLK.shape
+        most = min(num_steps, MAX_STEPS, max(1, MAX_NUMBERS // (num_layers * (num_sums + 1))))
         # The last one of each of M equal parts.
-        picked = [(part + 1) * num_steps // MAX_STEPS - 1 for part in range(MAX_STEPS)]
-        folds_MK = folds_SK[picked] if num_steps > MAX_STEPS else folds_SK
-        folds_MK = folds_MK.to("cpu", torch.float64)
-        return torch.cat([folds_MK.flatten(), folds_MK.square().sum(1)])
+        picked = [(part + 1) * num_steps // most - 1 for part in range(most)]
+        folds_MLK = folds_SLK[picked].to("cpu", torch.float64)
+        return torch.cat([folds_MLK, folds_MLK.square().sum(2, keepdim=True)], dim=2).flatten()
 
     def add(self, means: Tensor) -> None:
         """Add M steps. An average of ratios: one of squares would follow the steps with the largest gradients."""
-        num_steps = len(means) // (NUM_SUMS + 1)
-        means_MK, squares_M = means[:-num_steps].view(num_steps, NUM_SUMS), means[-num_steps:]
-        for ratio in (means_MK.square().sum(1) / squares_M).tolist():
-            # Steps without gradients, or with NaN, say nothing.
-            if 0 <= ratio < math.inf:
-                self._square = KEPT * self._square + (1 - KEPT) * ratio if self._is_known else ratio
-                self._is_known = True
+        means_MLK = means.view(-1, len(self._layers), num_sums(len(self._layers)) + 1)
+        for ratio_L in (means_MLK[..., :-1].square().sum(2) / means_MLK[..., -1]).tolist():
+            for place, ratio in enumerate(ratio_L):
+                # Steps without gradients, or with NaN, say nothing.
+                if 0 <= ratio < math.inf:
+                    before = self._square_L[place] if self._is_known_L[place] else ratio
+                    self._square_L[place] = KEPT * before + (1 - KEPT) * ratio
+                    self._is_known_L[place] = True
 
-    def state(self) -> float | None:
+    def state(self) -> list[float] | None:
         """Return what `load` takes."""
-        return self._square if self._is_known else None
+        return list(self._square_L) if any(self._is_known_L) else None
 
-    def load(self, square: float | None, num_replicas: int) -> None:
-        """Go on from a checkpoint of `num_replicas`."""
+    def load(self, squares: Sequence[float] | float | None, num_replicas: int) -> None:
+        """Go on from a checkpoint of `num_replicas`. `squares`: one for all layers in those of earlier versions."""
         self.begin(num_replicas)
-        if square is not None:
-            self._square, self._is_known = square, True
+        if squares is not None:
+            self._square_L = [squares] * len(self._layers) if isinstance(squares, float) else list(squares)
+            self._is_known_L = [True] * len(self._layers)

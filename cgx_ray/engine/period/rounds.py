@@ -27,7 +27,7 @@ from cgx_ray.engine.layers import averaged_parameters
 from cgx_ray.engine.period.common_states import share_states
 from cgx_ray.engine.period.local_gradients import LocalBucket, LocalGradients
 from cgx_ray.engine.period.local_optimizers import LocalOptimizers
-from cgx_ray.engine.period.rho import Rho
+from cgx_ray.engine.period.rho import Rho, num_sums
 from cgx_ray.engine.step import Content, PendingBucket
 from cgx_ray.engine.weight_check import WeightCheck
 from cgx_ray.errors import CGXError, ConfigError, StateError
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 NO_ROUND: Mapping[str, Any] = {
     "rho": None,
     "num_replicas": 1,
-    "moments_rho": 1.0,
+    "moments_rho": None,
     "has_own_states": False,
     "anchor": {},
     "folds": [],
@@ -63,7 +63,7 @@ class Rounds:
         named = averaged_parameters(model)
         self._parameters = {name: named[name] for name in self._layers}
         self._world_size = engine.plan.world_size
-        self._rho = Rho(self._world_size)
+        self._rho = Rho(self._world_size, list(self._layers))
         # While ranks train alone.
         self._gradients: LocalGradients | None = None
         self._optimizers: LocalOptimizers | None = None
@@ -76,8 +76,8 @@ class Rounds:
         # The last one of the last round, and the same if an optimizer has stepped since then, without new gradients.
         self._last_folds: list[Tensor] = []
         self._late_folds: list[Tensor] = []
-        # Of a checkpoint, see `LocalOptimizers`.
-        self._moments_rho = 1.0
+        # Of a checkpoint, see `LocalOptimizers`; None: 1.
+        self._moments_rho: Mapping[str, float] | None = None
         # True once optimizers have stepped alone, until their states are made the same.
         self._has_own_states = False
         self._broadcasts_buffers = False
@@ -119,7 +119,7 @@ class Rounds:
         """End a step in which ranks train alone, at its last bucket."""
         assert self._gradients is not None
         assert self._optimizers is not None
-        self._folds.append(self._gradients.finish(self._rho.value))
+        self._folds.append(self._gradients.finish(self._rho.values))
         # The round under way has them.
         self._late_folds = []
         self._optimizers.note_gradients()
@@ -166,7 +166,7 @@ class Rounds:
         # What averages add to 16-bit parameters may be less than their last bit.
         self._anchor = {name: one.detach().to(_wide(one), copy=True) for name, one in self._parameters.items()}
         self._optimizers = LocalOptimizers(self._parameters, self._on_optimizer, moments_rho=self._moments_rho)
-        self._moments_rho, self._optimizers.rho = 1.0, self._rho.value
+        self._moments_rho, self._optimizers.rho = None, self._rho.values
         self._folds = []
         model = self._model()
         if model is not None:
@@ -185,7 +185,7 @@ class Rounds:
             self._optimizers = LocalOptimizers(
                 self._parameters, self._on_optimizer, on_first=self._share_states, moments_rho=self._moments_rho
             )
-            self._moments_rho = 1.0
+            self._moments_rho = None
 
     def _share_states(self, optimizers: Mapping[str, Sequence[Optimizer]]) -> None:
         share_states(optimizers, self._parameters, self._engine)
@@ -287,7 +287,7 @@ class Rounds:
         self._rho.add(means)
         if self._optimizers is not None:
             # Optimizers step with the mean gradient again from now on, if the plan has no period any more.
-            self._optimizers.rho = self._rho.value if engine.plan.period > 1 else 1.0
+            self._optimizers.rho = self._rho.values if engine.plan.period > 1 else dict.fromkeys(self._layers, 1.0)
 
     def _check_optimizers(self, changes: Mapping[str, Tensor]) -> None:
         """Raise ConfigError if something other than an optimizer of torch has changed the parameters of this round."""
@@ -345,17 +345,22 @@ class Rounds:
         Raises StateError if the round is one of another model. Nothing has changed then.
         """
         anchor: Mapping[str, Tensor] = state["anchor"]
-        numels = {name: value.numel() for name, value in anchor.items()}
-        if anchor and numels != {name: layer.numel for name, layer in self._layers.items()}:
+        numels, squares = {name: value.numel() for name, value in anchor.items()}, state["rho"]
+        is_of_others = anchor and numels != {name: layer.numel for name, layer in self._layers.items()}
+        if is_of_others or (isinstance(squares, list) and len(squares) != len(self._layers)):
             raise StateError("the state has a round of another model; start from a checkpoint of this one")
-        numbers = [torch.tensor(state["rho"] or 0.0, dtype=torch.float64, device="cpu"), *anchor.values()]
+        moments_rho = state["moments_rho"]
+        if isinstance(moments_rho, float):
+            # Of an earlier version.
+            moments_rho = None if moments_rho == 1 else dict.fromkeys(self._layers, moments_rho)
+        numbers = [torch.tensor(squares or 0.0, dtype=torch.float64, device="cpu"), *anchor.values()]
         # Folds may have NaN: those of steps that a GradScaler has skipped.
         if not all(map(is_finite, numbers)):
             raise StateError("the state has a round with NaN or Inf; start from another checkpoint")
         self._leave(keeps_moments=True)
-        self._rho.load(state["rho"], state.get("num_replicas", self._world_size))
-        self._moments_rho = state["moments_rho"]
-        self._has_own_states = state.get("has_own_states", self._moments_rho != 1)
+        self._rho.load(squares, state.get("num_replicas", self._world_size))
+        self._moments_rho = moments_rho
+        self._has_own_states = state.get("has_own_states", moments_rho is not None)
         if anchor:
             self._enter()
             assert self._gradients is not None
@@ -363,8 +368,10 @@ class Rounds:
             self._gradients.forget_residuals()
             for name, value in anchor.items():
                 self._anchor[name].copy_(value.view_as(self._anchor[name]))
-            device = self._engine.device
-            self._folds = [fold.to(device) for fold in state["folds"]]
+            # Those of earlier versions say nothing of a layer.
+            shape = len(self._layers), num_sums(len(self._layers))
+            folds = [fold if fold.shape == shape else torch.zeros(shape, device="cpu") for fold in state["folds"]]
+            self._folds = [fold.to(self._engine.device) for fold in folds]
             self._begun_before = True
         elif self._engine.plan.period == 1:
             self._take_states_of_checkpoint()
