@@ -20,6 +20,7 @@ BY_HAND = (
     (CodecSpec.parse("qsgd:bits=3"), Scheme.SRA),
     (CodecSpec.parse("qsgd:bits=4"), Scheme.SRA),
     (CodecSpec.parse("qsgd:bits=4"), Scheme.ALLGATHER),
+    (CodecSpec.parse("qsgd:bits=8"), Scheme.SRA),
 )
 # Share of the score that a mixture must save over them.
 MIXED_SAVING = 0.05

@@ -46,7 +46,7 @@ def test_codecs_of_a_sharded_model_are_tried_and_chosen(tmp_path: Path) -> None:
     first, second = (json.loads((tmp_path / f"plans{rank}.json").read_text()) for rank in range(2))
     assert first == second
     assert "<Plan 0: dense; " in first[0]
-    assert "<Plan 1: qsgd 3-bit over sra; " in first[1]
+    assert "<Plan 1: qsgd 4-bit over sra; " in first[1]
     lines = [json.loads(line) for line in (tmp_path / "run" / "decisions.jsonl").read_text().splitlines()]
     trial, *_, choice = [line for line in lines if line["event"] == "decision"]
     assert (trial["made_by"], choice["made_by"]) == ("plan_trial", "policy")

@@ -370,7 +370,10 @@ class Rounds:
                 self._anchor[name].copy_(value.view_as(self._anchor[name]))
             # Those of earlier versions say nothing of a layer.
             shape = len(self._layers), num_sums(len(self._layers))
-            folds = [fold if fold.shape == shape else torch.zeros(shape, device="cpu") for fold in state["folds"]]
+            folds = [
+                fold if fold.shape == shape else torch.zeros(shape, dtype=torch.float32, device="cpu")
+                for fold in state["folds"]
+            ]
             self._folds = [fold.to(self._engine.device) for fold in folds]
             self._begun_before = True
         elif self._engine.plan.period == 1:
