@@ -171,9 +171,9 @@ class Adaptive(Policy):
                     f"{codec.describe()}: a step counts as {share:.1%} of a dense one, and min_gain allows "
                     f"{self._enter_gain:.1%} or more"
                 )
-        codecs = dict.fromkeys(option.codec for option in self.options)
-        for codec in codecs if self.max_loss is not None else ():
-            if loss_of(codec, 1, 1) <= self.max_loss < (loss := loss_of(codec, 1, 1, measured.loss_fall)):
+        most = math.inf if self.max_loss is None else self.max_loss
+        for codec in dict.fromkeys(option.codec for option in self.options):
+            if loss_of(codec, 1, 1) <= most < (loss := loss_of(codec, 1, 1, measured.loss_fall)):
                 yield f"{codec.describe()} would end {loss - 1:.1%} above dense, as the loss has fallen so far"
         if self.max_period > 1 and measured.max_period == 1 and not measured.fixed:
             yield "ranks do not train alone now"

@@ -176,7 +176,7 @@ def test_a_sample_of_a_round_is_its_mean_step() -> None:
     for before, alone, metrics in run_ranks(2, _sampled):
         assert (before.num_steps, alone.num_steps) == (1, PERIOD)
         assert alone.step == STEPS_TOGETHER + PERIOD - 1
-        # With what rho is made of, for some steps, and a number per rank. In a ring of two each sends as much as it has.
+        # With what rho is made of, for some steps, and a number per rank. In a ring of two each sends what it has.
         num_layers = len(list(Branches().parameters()))
         num_numbers = num_layers * (num_sums(num_layers) + 1)
         shared_bytes = 8 * (min(PERIOD, MAX_NUMBERS // num_numbers) * num_numbers + 2)
