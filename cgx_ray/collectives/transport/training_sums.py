@@ -78,12 +78,14 @@ class TrainingSums:
 
     def _wait(self, what: str, work: dist.Work, *, is_enqueued: bool) -> None:
         while True:
+            # One that ends just after a look has timed out has not failed.
+            is_last = is_enqueued or work.is_completed()
             try:
-                if is_enqueued:
+                if is_last:
                     work.wait()
                 else:
                     work.wait(timedelta(seconds=LOOK_S))
                 return
             except RuntimeError as error:
-                if is_enqueued or work.is_completed() or self._has_lost_ranks():
+                if is_last or self._has_lost_ranks():
                     raise self._broken(what, error) from error
