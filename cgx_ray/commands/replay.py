@@ -81,7 +81,8 @@ def replay(
     try:
         if not path.is_file():
             raise ConfigError(f"{path} is no file; give the decisions.jsonl of a run, or the folder that it lies in")
-        what_if = WhatIf(options=_options(candidates, fidelity), min_gain=min_gain)
+        max_loss = Fidelity(fidelity).max_loss if fidelity is not None else None
+        what_if = WhatIf(options=_options(candidates, fidelity), min_gain=min_gain, max_loss=max_loss)
         run, broken, listed = _replay(path, what_if, lists_all, console)
         _show(listed, _summary(run, broken, listed), console)
         if json_path is not None:

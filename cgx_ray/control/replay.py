@@ -70,10 +70,14 @@ class ReplayedDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """Changes to the recorded policy. None leaves a part as it was."""
+    """Changes to the recorded policy. None leaves a part as it was.
+
+    max_loss  as in `Adaptive`, of other options; None: any
+    """
 
     options: Sequence[Option] | None = None
     min_gain: float | None = None
+    max_loss: float | None = None
 
     def __bool__(self) -> bool:
         return self.options is not None or self.min_gain is not None
@@ -84,7 +88,7 @@ class WhatIf:
         if fields["kind"] == "own" and self.options is not None:
             fields = {"kind": "adaptive", "min_gain": Adaptive().min_gain}
         if self.options is not None:
-            fields["options"] = list(map(str, self.options))
+            fields |= {"options": list(map(str, self.options)), "max_loss": self.max_loss}
         if self.min_gain is not None:
             fields["min_gain"] = self.min_gain
         return read_policy({"policy": fields})

@@ -98,9 +98,8 @@ class Adaptive(Policy):
         if self.periods is None:
             usual = periods_of(self.fidelity) if self.candidates is None else (1,)
             object.__setattr__(self, "periods", usual)
-            most = Fidelity(self.fidelity).max_loss
-            if self.max_loss is None and self.candidates is None and most < math.inf:
-                object.__setattr__(self, "max_loss", most)
+            if self.max_loss is None and self.candidates is None:
+                object.__setattr__(self, "max_loss", Fidelity(self.fidelity).max_loss)
         elif not isinstance(self.periods, tuple | list) or not {*self.periods} <= {1, *PERIODS}:
             raise ConfigError(
                 f"periods {self.periods!r} is not allowed; give some of {', '.join(map(str, (1, *PERIODS)))}, "

@@ -79,6 +79,7 @@ class Rho:
     """The estimates, the same on all ranks.
 
     num_replicas  ranks, or nodes whose ranks average their gradients in each step
+    values        rho by layer: at least what gradients would have that are noise alone, at most 1
     """
 
     def __init__(self, num_replicas: int, layers: Sequence[str]) -> None:
@@ -90,6 +91,7 @@ class Rho:
         # |mean gradient|^2 over the mean of |gradient|^2. Before any is known, that of noise: soon it is nearly that.
         self._square_L = [1 / self.num_replicas] * len(self._layers)
         self._is_known_L = [False] * len(self._layers)
+        self._update()
 
     def begin(self, num_replicas: int) -> None:
         """Go on, or begin anew if there are other replicas."""
@@ -97,15 +99,13 @@ class Rho:
             self.num_replicas = num_replicas
             self._forget()
 
-    @property
-    def values(self) -> dict[str, float]:
-        """Return rho by layer: at least what gradients would have that are noise alone, at most 1."""
+    def _update(self) -> None:
         least = 1 / self.num_replicas
         num_levels = max(1, round(-math.log(least) / 2 / math.log(LEVEL)))
         square_L = [min(max(square, least), 1.0) for square in self._square_L]
         level_L = [round(num_levels * math.log(square) / math.log(least)) if square < 1 else 0 for square in square_L]
         rho_L = [least ** (level / num_levels / 2) for level in level_L]
-        return dict(zip(self._layers, rho_L, strict=True))
+        self.values = dict(zip(self._layers, rho_L, strict=True))
 
     @staticmethod
     def message(folds_SLK: Tensor) -> Tensor:
@@ -127,6 +127,7 @@ class Rho:
                     before = self._square_L[place] if self._is_known_L[place] else ratio
                     self._square_L[place] = KEPT * before + (1 - KEPT) * ratio
                     self._is_known_L[place] = True
+        self._update()
 
     def state(self) -> list[float] | None:
         """Return what `load` takes."""
@@ -138,3 +139,4 @@ class Rho:
         if squares is not None:
             self._square_L = [squares] * len(self._layers) if isinstance(squares, float) else list(squares)
             self._is_known_L = [True] * len(self._layers)
+            self._update()
