@@ -80,10 +80,14 @@ def period_loss(period: int, replicas: int) -> float:
 
 
 def codec_loss(cost: LossCost, loss_fall: float = 1.0) -> float:
-    """Return the loss over dense's of a codec, where the run's loss has fallen to 1 / `loss_fall`; 1: unknown."""
-    added = cost.worst - 1
-    most = math.inf if cost.relative_error is None else max(added, MAX_ERROR_COST * cost.relative_error)
-    return 1 + min(added * max(1.0, loss_fall / MEASURED_FALL), most)
+    """Return the loss over dense's of a codec, where the run's loss has fallen to 1 / `loss_fall`; 1: unknown.
+
+    That of codecs with error feedback is the measured one: how it grows was not measured.
+    """
+    if cost.relative_error is None:
+        return cost.worst
+    added, most = cost.worst - 1, MAX_ERROR_COST * cost.relative_error
+    return 1 + min(added * max(1.0, loss_fall / MEASURED_FALL), max(added, most))
 
 
 def loss_of(codec: CodecSpec, period: int, replicas: int, loss_fall: float = 1.0) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.control_runs import COST, LAYERS, FakeTraining, journal, registration
 
-from cgx_ray.control.gains.loss_trend import MIN_LOSSES, LossFall
+from cgx_ray.control.gains.loss_trend import MAX_FALL, MIN_LOSSES, LossFall
 from cgx_ray.control.history import History
 from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.journal.recorded import read_situation
@@ -69,6 +69,15 @@ def test_a_loss_that_is_unknown_or_does_not_fall_changes_nothing(
     assert journal(tmp_path, "decision")[-1]["situation"]["loss_fall"] == 1
 
 
+def test_a_loss_that_goes_on_to_fall_asks_no_more_where_codecs_cost_no_more(tmp_path: Path) -> None:
+    run = start(tmp_path, Adaptive(review_s=1e6), halving(100))
+    run.run(500)
+    assert codecs_in_force(run) == {EIGHT}
+    num_decisions = len(journal(tmp_path, "decision"))
+    run.run(1000)
+    assert len(journal(tmp_path, "decision")) <= num_decisions + 1
+
+
 def test_workers_that_are_started_again_and_another_controller_go_on_with_the_first_losses(tmp_path: Path) -> None:
     run = start(tmp_path, Adaptive(), halving(200))
     run.run(300)
@@ -89,6 +98,11 @@ def test_the_first_losses_and_the_least_later_ones_count() -> None:
     for loss in [None, math.nan, math.inf, 0.0, -1.0, 8.0, *[2.0] * MIN_LOSSES]:
         fall.add_loss(loss)
     assert fall.ratio == 4
-    for loss in [16.0] * 100:
+    for loss in [3.0] * 100:
         fall.add_loss(loss)
     assert fall.ratio == 4
+    # Other data, or tiny losses that pass.
+    for losses, ratio in (([16.0], 1), ([4.0], 2), ([1e-310], MAX_FALL), ([2.0], 4)):
+        for loss in losses * 2 * MIN_LOSSES:
+            fall.add_loss(loss)
+        assert fall.ratio == pytest.approx(ratio)

@@ -130,8 +130,9 @@ def test_codecs_lose_more_of_a_loss_that_has_fallen_further_and_no_more_than_the
     for codec in (eight, half):
         assert loss_of(codec, 1, 4, 1e6) < 1.001
     assert efficiency(0.99, four, 2 * MEASURED_FALL) == pytest.approx(1 / (1 + 2 * (worst - 1)))
-    # A codec with feedback sends later what it left out, so that its errors say nothing.
-    assert loss_of(CodecSpec(name="topk", density=0.1), 1, 4, 10 * MEASURED_FALL) > 1.5
+    # How the loss of codecs with feedback grows was not measured.
+    sparse = CodecSpec(name="topk", density=0.1)
+    assert loss_of(sparse, 1, 4, 10 * MEASURED_FALL) == loss_of(sparse, 1, 4)
 
 
 def test_fast_adds_top_k_at_the_densities_and_others_do_not() -> None:

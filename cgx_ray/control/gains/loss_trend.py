@@ -34,6 +34,8 @@ OTHER_RATE, RATE_STEPS = 2.0, 120
 MIN_LOSSES, MAX_LOSSES = 20, 100
 # Losses from this on are left out: their squares have no float.
 MAX_LOSS = 1e100
+# No codec costs more of a loss that has fallen further.
+MAX_FALL = 1e6
 # Standard errors on the safe side: the verdict is made again after every step. With 3, 1.3 % of changes that cost
 # nothing would seem worse, with 4 it is 0.2 %.
 SURE = 4.0
@@ -97,11 +99,13 @@ class LearningPhase:
 class LossFall:
     """By how much the loss has fallen.
 
-    ratio  mean of the first MIN_LOSSES losses over the least mean of as many later ones; 1 before these are known
+    ratio  mean of the first MIN_LOSSES losses over the least mean of as many later ones, found anew after one that is
+           twice as large; 1 before these are known
     """
 
     ratio: float = 1.0
     _first: float | None = None
+    _least: float = math.inf
     _newest: deque[float] = field(default_factory=lambda: deque(maxlen=MIN_LOSSES))
 
     def add_loss(self, loss: float | None) -> None:
@@ -113,7 +117,13 @@ class LossFall:
             return
         mean = fmean(self._newest)
         self._first = mean if self._first is None else self._first
-        self.ratio = max(self.ratio, self._first / mean)
+        if mean > 2 * self._least:
+            # Other data or another scale, or tiny losses have passed.
+            self._least = math.inf
+            self._newest.clear()
+            return
+        self._least = min(mean, self._least)
+        self.ratio = min(max(self._first / self._least, 1.0), MAX_FALL)
 
 
 class LossTrend:

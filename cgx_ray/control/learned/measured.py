@@ -10,7 +10,7 @@ from cgx_ray.monitors.sample import InsideLink, StepValues
 from cgx_ray.plan import DENSE, NONE, CodecSpec, Layer, Option, Plan
 from cgx_ray.planner.bits import QSGD
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.fidelity import MEASURED_FALL
+from cgx_ray.planner.fidelity import expected_loss
 from cgx_ray.planner.planned_group import PlannedGroup
 from cgx_ray.planner.prediction import Measured
 
@@ -144,8 +144,10 @@ def loss_cause(worse: str | None, decided: Measured, now: Measured, plan: Plan) 
     """
     if not compressing_options(plan):
         return worse if plan.period > 1 else None
-    before, fall = max(decided.loss_fall, MEASURED_FALL), now.loss_fall
-    return worse or (f"loss has fallen to {1 / fall:.2g} of the first losses" if fall > FALL_CHANGE * before else None)
+    codecs, fall = [group.option.codec for group in plan.groups], now.loss_fall
+    then, costs = (expected_loss(codecs, 1, 1, one) for one in (decided.loss_fall, fall))
+    has_fallen = fall > FALL_CHANGE * decided.loss_fall and then is not None and costs is not None and costs > then
+    return worse or (f"loss has fallen to {1 / fall:.2g} of the first losses" if has_fallen else None)
 
 
 def at_compute(measured: Measured, compute_s: float) -> Measured:

@@ -10,38 +10,62 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from cgx_ray.engine.loss_scale import holds, parameters_of
 
 # Of Adam and its kin, and of SGD.
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
-# Of groups, which rho changes for a step.
-_SETTINGS = ("lr", "weight_decay")
 
 
-class _Group:
-    """A group of an optimizer under way: `parts` take its place, one for each rho."""
+class _Groups:
+    """The groups of an optimizer under way, with learning rates for one rank.
 
-    def __init__(self, group: dict[str, Any], params_of: Mapping[float, list[nn.Parameter]]) -> None:
-        """`params_of`: by rho; empty for a group that is not to be changed."""
-        self._group, self._kept, self.parts = group, dict[str, Any](), [group]
-        if not isinstance(group.get("lr"), float | int | Tensor) or params_of.keys() <= {1.0}:
-            return
-        self._kept = {name: group[name] for name in _SETTINGS if name in group}
-        if len(params_of) == 1:
-            # In place, as wrappers may share it.
-            group.update(self._times(*params_of))
-        else:
-            self.parts = [{**group, **self._times(rho), "params": params} for rho, params in params_of.items()]
+    One whose layers differ in rho is replaced by several. After a step that has raised, `restore` is called as soon as
+    somebody reads or loads the optimizer's state.
+    """
 
-    def _times(self, rho: float) -> dict[str, Any]:
-        times = {"lr": 1 / rho, "weight_decay": rho}
-        return {name: value * times[name] for name, value in self._kept.items()}
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        params_of: Sequence[Mapping[float, list[nn.Parameter]]],
+        restore: Callable[[Optimizer], None],
+    ) -> None:
+        """`params_of`: of each group by rho; empty for one that is not to be changed."""
+        self._groups, self._kept = list(optimizer.param_groups), list[dict[str, Any]]()
+        parts: list[dict[str, Any]] = []
+        for group, by_rho in zip(self._groups, params_of, strict=True):
+            is_changed = isinstance(group.get("lr"), float | int | Tensor) and not by_rho.keys() <= {1.0}
+            kept: dict[str, Any] = {n: group[n] for n in ("lr", "weight_decay") if is_changed and n in group}
+            self._kept.append(kept)
+            if is_changed and len(by_rho) > 1:
+                parts += [{**group, **_times(kept, rho), "params": params} for rho, params in by_rho.items()]
+            else:
+                # In place, as wrappers may share it.
+                group.update(_times(kept, *by_rho) if is_changed else {})
+                parts.append(group)
+        self._num_parts, self._hooks = len(parts), list[RemovableHandle]()
+        if len(parts) > len(self._groups):
+            optimizer.param_groups[:] = parts
+            self._hooks = [
+                optimizer.register_state_dict_pre_hook(restore),
+                optimizer.register_load_state_dict_pre_hook(lambda optimizer, _: restore(optimizer)),
+            ]
 
-    def restored(self) -> dict[str, Any]:
-        """Return the group with the user's settings, and with what the step has written into it."""
-        self._group.update({name: value for name, value in self.parts[0].items() if name != "params"} | self._kept)
-        return self._group
+    def restore(self, optimizer: Optimizer) -> None:
+        """Give the optimizer the user's groups."""
+        for hook in self._hooks:
+            hook.remove()
+        for group, kept in zip(self._groups, self._kept, strict=True):
+            group.update(kept)
+        if self._hooks:
+            # Some may have been added since.
+            optimizer.param_groups[: self._num_parts] = self._groups
+
+
+def _times(kept: Mapping[str, Any], rho: float) -> dict[str, Any]:
+    """Return the learning rate over `rho`, and the weight decay times it."""
+    return {name: value / rho if name == "lr" else value * rho for name, value in kept.items()}
 
 
 class LocalOptimizers:
@@ -50,11 +74,12 @@ class LocalOptimizers:
     A step takes the learning rate over rho and the weight decay times rho; afterwards they are the user's again. Then
     gradients times rho lead as far as the ranks' mean gradient would, for optimizers that divide by the size of the
     gradients (Adam and its kin) as for others. Decay stays the same, whether it is decoupled or a part of the gradient.
-    A group whose layers differ in rho is several groups for the step.
+    A group whose layers differ in rho is several groups for the step; not every optimizer bears that (`may_differ`).
 
     First moments are sums of gradients, so they are multiplied as gradients are: when rho changes, by the ratio.
 
     rho          by layer, see `engine.period.rho`
+    may_differ   True if optimizers have stepped, and all were torch's own that take any groups: rho may differ by layer
     has_stepped  True once an optimizer has stepped, also one that is gone by now
     """
 
@@ -78,9 +103,9 @@ class LocalOptimizers:
         # the step under way.
         self._stepped_by: dict[str, list[weakref.ref[Optimizer]]] = {}
         self._called: list[weakref.ref[Optimizer]] = []
-        self.has_stepped = False
+        self.has_stepped = self.may_differ = False
         # By optimizer under way, its groups.
-        self._own: weakref.WeakKeyDictionary[Optimizer, list[_Group]] = weakref.WeakKeyDictionary()
+        self._own: weakref.WeakKeyDictionary[Optimizer, _Groups] = weakref.WeakKeyDictionary()
         self._ones = dict.fromkeys(parameters, 1.0)
         self.rho: Mapping[str, float] = self._ones
         # What first moments are multiplied with, by optimizer; and those of optimizers that have not stepped yet.
@@ -136,6 +161,7 @@ class LocalOptimizers:
         # Of a step that has raised.
         self._restore(optimizer)
         is_first = optimizer not in self._rho_of
+        self.may_differ = _takes_any_groups(optimizer) and (self.may_differ or not self._rho_of)
         self._scale_moments(optimizer)
         if is_first:
             names = [self._names[key] for key in self._held_by(optimizer)]
@@ -145,9 +171,8 @@ class LocalOptimizers:
                 self._on_first({name: [optimizer] for name in names})
         # Wrappers share the groups of the optimizer that they call, and so call it within their own step.
         under_way = {id(group) for other in self._own for group in other.param_groups}
-        own = [_Group(one, {} if id(one) in under_way else self._by_rho(one)) for one in optimizer.param_groups]
-        optimizer.param_groups[:] = [part for group in own for part in group.parts]
-        self._own[optimizer] = own
+        by_rho = [{} if id(one) in under_way else self._by_rho(one) for one in optimizer.param_groups]
+        self._own[optimizer] = _Groups(optimizer, by_rho, self._restore)
 
     def _after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         held = self._held_by(optimizer)
@@ -194,7 +219,10 @@ class LocalOptimizers:
                         moment.mul_(self.rho[layer] / before[layer])
 
     def _restore(self, optimizer: Optimizer) -> None:
-        own = self._own.pop(optimizer, [])
-        num_parts = sum(len(group.parts) for group in own)
-        # Some may have been added since.
-        optimizer.param_groups[:num_parts] = [group.restored() for group in own]
+        if (own := self._own.pop(optimizer, None)) is not None:
+            own.restore(optimizer)
+
+
+def _takes_any_groups(optimizer: Optimizer) -> bool:
+    """Return False for LBFGS, which takes one group, and others than torch's: some compare groups, or count in them."""
+    return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)

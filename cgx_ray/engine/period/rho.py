@@ -41,11 +41,14 @@ class Fold:
 
     def __init__(self, numels: Mapping[str, int], device: torch.device) -> None:
         """`numels`: elements of each layer. `device`: where the gradients are."""
-        self._stride = -(-sum(numels.values()) // MAX_FOLDED)
+        usual = -(-sum(numels.values()) // MAX_FOLDED)
         generator = torch.Generator(device="cpu").manual_seed(0)
+        # Of small layers all elements.
+        self._strides = {name: usual if numel >= usual * LINE else 1 for name, numel in numels.items()}
         self._signs = {}
         for name, numel in numels.items():
-            num_picked = numel if self._stride == 1 else -(-(numel // LINE) // self._stride) * LINE
+            stride = self._strides[name]
+            num_picked = numel if stride == 1 else -(-(numel // LINE) // stride) * LINE
             signs = torch.randint(2, (num_picked,), generator=generator, dtype=torch.int8, device="cpu") * 2 - 1
             self._signs[name] = signs.to(device)
         self._places = {name: place for place, name in enumerate(numels)}
@@ -54,10 +57,10 @@ class Fold:
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Add the gradient of a layer."""
-        flat_N = gradient.reshape(-1)
-        if self._stride > 1:
+        flat_N, stride = gradient.reshape(-1), self._strides[name]
+        if stride > 1:
             num_lines = len(flat_N) // LINE
-            flat_N = flat_N[: num_lines * LINE].view(num_lines, LINE)[:: self._stride].reshape(-1)
+            flat_N = flat_N[: num_lines * LINE].view(num_lines, LINE)[::stride].reshape(-1)
         signed_N = flat_N.float() * self._signs[name]
         sum_K = self._sum_LK[self._places[name]]
         num_whole = len(signed_N) // len(sum_K) * len(sum_K)
@@ -79,7 +82,8 @@ class Rho:
     """The estimates, the same on all ranks.
 
     num_replicas  ranks, or nodes whose ranks average their gradients in each step
-    values        rho by layer: at least what gradients would have that are noise alone, at most 1
+    by_layer      rho of each layer: at least what gradients would have that are noise alone, at most 1
+    whole         by layer too, that of all layers together
     """
 
     def __init__(self, num_replicas: int, layers: Sequence[str]) -> None:
@@ -88,9 +92,10 @@ class Rho:
         self._forget()
 
     def _forget(self) -> None:
-        # |mean gradient|^2 over the mean of |gradient|^2. Before any is known, that of noise: soon it is nearly that.
-        self._square_L = [1 / self.num_replicas] * len(self._layers)
-        self._is_known_L = [False] * len(self._layers)
+        # |mean gradient|^2 over the mean of |gradient|^2, of each layer and of all. Before any is known, that of noise:
+        # soon it is nearly that. It counts as one step.
+        self._squares = [1 / self.num_replicas] * (len(self._layers) + 1)
+        self._num_known = [1] * len(self._squares)
         self._update()
 
     def begin(self, num_replicas: int) -> None:
@@ -102,10 +107,11 @@ class Rho:
     def _update(self) -> None:
         least = 1 / self.num_replicas
         num_levels = max(1, round(-math.log(least) / 2 / math.log(LEVEL)))
-        square_L = [min(max(square, least), 1.0) for square in self._square_L]
+        *square_L, whole = (min(max(square, least), 1.0) for square in self._squares)
         level_L = [round(num_levels * math.log(square) / math.log(least)) if square < 1 else 0 for square in square_L]
         rho_L = [least ** (level / num_levels / 2) for level in level_L]
-        self.values = dict(zip(self._layers, rho_L, strict=True))
+        self.by_layer = dict(zip(self._layers, rho_L, strict=True))
+        self.whole = dict.fromkeys(self._layers, math.sqrt(whole))
 
     @staticmethod
     def message(folds_SLK: Tensor) -> Tensor:
@@ -120,23 +126,28 @@ class Rho:
     def add(self, means: Tensor) -> None:
         """Add M steps. An average of ratios: one of squares would follow the steps with the largest gradients."""
         means_MLK = means.view(-1, len(self._layers), num_sums(len(self._layers)) + 1)
-        for ratio_L in (means_MLK[..., :-1].square().sum(2) / means_MLK[..., -1]).tolist():
-            for place, ratio in enumerate(ratio_L):
+        of_mean_ML, of_one_ML = means_MLK[..., :-1].square().sum(2), means_MLK[..., -1]
+        ratios_ML = torch.cat([of_mean_ML / of_one_ML, of_mean_ML.sum(1, True) / of_one_ML.sum(1, True)], dim=1)
+        for ratios in ratios_ML.tolist():
+            for place, ratio in enumerate(ratios):
                 # Steps without gradients, or with NaN, say nothing.
                 if 0 <= ratio < math.inf:
-                    before = self._square_L[place] if self._is_known_L[place] else ratio
-                    self._square_L[place] = KEPT * before + (1 - KEPT) * ratio
-                    self._is_known_L[place] = True
+                    self._num_known[place] += 1
+                    weight = max(1 - KEPT, 1 / self._num_known[place])
+                    self._squares[place] += weight * (ratio - self._squares[place])
         self._update()
 
     def state(self) -> list[float] | None:
         """Return what `load` takes."""
-        return list(self._square_L) if any(self._is_known_L) else None
+        return list(self._squares) if max(self._num_known) > 1 else None
 
     def load(self, squares: Sequence[float] | float | None, num_replicas: int) -> None:
-        """Go on from a checkpoint of `num_replicas`. `squares`: one for all layers in those of earlier versions."""
+        """Go on from a checkpoint of `num_replicas`.
+
+        squares  one for all layers in those of earlier versions; those of another number of layers say nothing
+        """
         self.begin(num_replicas)
-        if squares is not None:
-            self._square_L = [squares] * len(self._layers) if isinstance(squares, float) else list(squares)
-            self._is_known_L = [True] * len(self._layers)
+        found = [squares] * len(self._squares) if isinstance(squares, float) else squares or []
+        if len(found) == len(self._squares):
+            self._squares, self._num_known = list(found), [round(1 / (1 - KEPT))] * len(found)
             self._update()

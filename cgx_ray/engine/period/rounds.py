@@ -119,7 +119,7 @@ class Rounds:
         """End a step in which ranks train alone, at its last bucket."""
         assert self._gradients is not None
         assert self._optimizers is not None
-        self._folds.append(self._gradients.finish(self._rho.values))
+        self._folds.append(self._gradients.finish(self._optimizers.rho))
         # The round under way has them.
         self._late_folds = []
         self._optimizers.note_gradients()
@@ -166,7 +166,7 @@ class Rounds:
         # What averages add to 16-bit parameters may be less than their last bit.
         self._anchor = {name: one.detach().to(_wide(one), copy=True) for name, one in self._parameters.items()}
         self._optimizers = LocalOptimizers(self._parameters, self._on_optimizer, moments_rho=self._moments_rho)
-        self._moments_rho, self._optimizers.rho = None, self._rho.values
+        self._moments_rho, self._optimizers.rho = None, self._rho.whole
         self._folds = []
         model = self._model()
         if model is not None:
@@ -287,7 +287,8 @@ class Rounds:
         self._rho.add(means)
         if self._optimizers is not None:
             # Optimizers step with the mean gradient again from now on, if the plan has no period any more.
-            self._optimizers.rho = self._rho.values if engine.plan.period > 1 else dict.fromkeys(self._layers, 1.0)
+            rho = self._rho.by_layer if self._optimizers.may_differ else self._rho.whole
+            self._optimizers.rho = rho if engine.plan.period > 1 else dict.fromkeys(self._layers, 1.0)
 
     def _check_optimizers(self, changes: Mapping[str, Tensor]) -> None:
         """Raise ConfigError if something other than an optimizer of torch has changed the parameters of this round."""
@@ -331,7 +332,9 @@ class Rounds:
         """Return the round under way and rho, for a checkpoint. At a round's end there are no tensors in it."""
         moments_rho = self._optimizers.moments_rho if self._optimizers is not None else self._moments_rho
         rho = {"rho": self._rho.state(), "num_replicas": self._rho.num_replicas}
-        own = {"moments_rho": moments_rho, "has_own_states": self._has_own_states}
+        # In the order of layers: wrappers have changed their names when it is loaded.
+        in_order = [moments_rho[name] for name in self._layers] if moments_rho is not None else None
+        own = {"moments_rho": in_order, "has_own_states": self._has_own_states}
         state: dict[str, Any] = {**NO_ROUND, **rho, **own}
         has_more_bits = any(anchor.dtype != self._parameters[name].dtype for name, anchor in self._anchor.items())
         if self._folds or self._late_folds or has_more_bits:
@@ -346,13 +349,9 @@ class Rounds:
         """
         anchor: Mapping[str, Tensor] = state["anchor"]
         numels, squares = {name: value.numel() for name, value in anchor.items()}, state["rho"]
-        is_of_others = anchor and numels != {name: layer.numel for name, layer in self._layers.items()}
-        if is_of_others or (isinstance(squares, list) and len(squares) != len(self._layers)):
+        if anchor and numels != {name: layer.numel for name, layer in self._layers.items()}:
             raise StateError("the state has a round of another model; start from a checkpoint of this one")
-        moments_rho = state["moments_rho"]
-        if isinstance(moments_rho, float):
-            # Of an earlier version.
-            moments_rho = None if moments_rho == 1 else dict.fromkeys(self._layers, moments_rho)
+        moments_rho = self._by_layer(state["moments_rho"])
         numbers = [torch.tensor(squares or 0.0, dtype=torch.float64, device="cpu"), *anchor.values()]
         # Folds may have NaN: those of steps that a GradScaler has skipped.
         if not all(map(is_finite, numbers)):
@@ -378,6 +377,14 @@ class Rounds:
             self._begun_before = True
         elif self._engine.plan.period == 1:
             self._take_states_of_checkpoint()
+
+    def _by_layer(self, moments_rho: Sequence[float] | float | None) -> dict[str, float] | None:
+        """Return what a checkpoint has, in the order of layers; in those of earlier versions one for all. None: 1."""
+        if isinstance(moments_rho, float):
+            moments_rho = None if moments_rho == 1 else [moments_rho] * len(self._layers)
+        if moments_rho is None or len(moments_rho) != len(self._layers):
+            return None
+        return dict(zip(self._layers, moments_rho, strict=True))
 
 
 def _wide(parameter: Tensor) -> torch.dtype:

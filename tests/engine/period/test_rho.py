@@ -44,17 +44,45 @@ def test_rho_of_each_layer_is_found_within_fifteen_percent(signal: float, num_ra
             true[name] += float(mean_N.square().sum()) / squares / 12
         rho.add(torch.stack([Rho.message(fold.take()[None]) for fold in folds]).mean(0))
     # Estimates err by a tenth, and are rounded to levels.
-    assert rho.values == {name: pytest.approx(square**0.5, rel=0.15) for name, square in true.items()}
+    assert rho.by_layer == {name: pytest.approx(square**0.5, rel=0.15) for name, square in true.items()}
+    assert min(rho.by_layer.values()) <= rho.whole["a"] * LEVEL
+    assert rho.whole["a"] == rho.whole["bb"] <= max(rho.by_layer.values()) * LEVEL
+
+
+def test_layers_of_less_than_a_line_in_a_large_model_are_known_too() -> None:
+    numels = {"w": 2 * MAX_FOLDED, "bias": 10}
+    rho = Rho(4, list(numels))
+    fold, generator = Fold(numels, HOST), torch.Generator().manual_seed(0)
+    for _ in range(20):
+        for name, numel in numels.items():
+            fold.add(name, torch.randn(numel, generator=generator))
+        # All ranks have the same.
+        rho.add(Rho.message(fold.take()[None]))
+    assert rho.by_layer == {"w": 1.0, "bias": 1.0}
+
+
+def test_first_estimates_of_many_layers_are_near_the_later_ones() -> None:
+    """With few sums a single step says little, so it does not replace what is assumed before."""
+    names = [str(place) for place in range(300)]
+    folds = [Fold(dict.fromkeys(names, 64), HOST) for _ in range(4)]
+    rho, generator = Rho(4, names), torch.Generator().manual_seed(0)
+    for fold in folds:
+        for name in names:
+            fold.add(name, torch.randn(64, generator=generator))
+    rho.add(torch.stack([Rho.message(fold.take()[None]) for fold in folds]).mean(0))
+    values = sorted(rho.by_layer.values())
+    assert values[285] <= 0.5 * 1.25
+    assert rho.whole["0"] == pytest.approx(0.5, rel=0.05)
 
 
 def test_many_layers_have_few_levels_of_rho() -> None:
     names = [str(place) for place in range(300)]
     rho = Rho(16, names)
-    rho.load([place / 300 for place in range(300)], 16)
-    assert max(rho.values.values()) == 1
-    assert min(rho.values.values()) == 1 / 4
-    assert len(set(rho.values.values())) <= 2 + math.log(4) / math.log(LEVEL)
-    assert all(abs(rho.values[name] / max((int(name) / 300) ** 0.5, 0.25) - 1) < LEVEL - 1 for name in names)
+    rho.load([place / 300 for place in range(301)], 16)
+    assert max(rho.by_layer.values()) == 1
+    assert min(rho.by_layer.values()) == 1 / 4
+    assert len(set(rho.by_layer.values())) <= 2 + math.log(4) / math.log(LEVEL)
+    assert all(abs(rho.by_layer[name] / max((int(name) / 300) ** 0.5, 0.25) - 1) < LEVEL - 1 for name in names)
 
 
 @pytest.mark.parametrize("num_layers", [1, 5, 100, 500])
@@ -77,19 +105,23 @@ def test_before_any_step_rho_is_that_of_noise_and_steps_that_say_nothing_change_
     def add(a: float, b: float) -> None:
         rho.add(torch.tensor([one for square in (a, b) for one in [square**0.5] * num + [square * num]]).double())
 
-    assert rho.values == {"a": 0.5, "b": 0.5}
+    assert rho.by_layer == rho.whole == {"a": 0.5, "b": 0.5}
     for square in (0.0, float("nan"), float("inf")):
         add(square, square)
-    assert rho.values == {"a": 0.5, "b": 0.5}
+    assert rho.by_layer == rho.whole == {"a": 0.5, "b": 0.5}
     assert rho.state() is None
-    add(0.0, 1.0)
-    assert rho.values == {"a": 0.5, "b": 1.0}
+    for _ in range(50):
+        add(0.0, 1.0)
+    assert rho.by_layer == {"a": 0.5, "b": 1.0}
     again = Rho(4, ["a", "b"])
     again.load(rho.state(), 4)
-    assert again.values == rho.values
-    # A checkpoint of an earlier version has one for all.
+    assert (again.by_layer, again.whole) == (rho.by_layer, rho.whole)
+    # A checkpoint of an earlier version has one for all, and that of other layers says nothing.
     again.load(1.0, 4)
-    assert again.values == {"a": 1.0, "b": 1.0}
+    assert again.by_layer == again.whole == {"a": 1.0, "b": 1.0}
+    other = Rho(4, ["a"])
+    other.load(rho.state(), 4)
+    assert other.by_layer == {"a": 0.5}
 
 
 @settings(deadline=None, max_examples=30)
@@ -261,26 +293,53 @@ def test_a_wrapper_of_a_group_whose_layers_differ_scales_rates_once(is_list_shar
     assert [group["lr"] for group in inner.param_groups] == [0.1]
 
 
-def test_what_a_step_writes_into_a_group_stays_and_a_step_that_raises_leaves_the_users_groups() -> None:
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_step_that_raises_leaves_a_state_with_the_users_groups(is_loaded: bool) -> None:
     parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
-
-    class Counting(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            for group in self.param_groups:
-                group["count"] = group.get("count", 0) + 1
-            if closure is not None:
-                raise ValueError("closure")
-
-    optimizer = Counting(parameters, lr=0.1)
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    saved = optimizer.state_dict()
     followed = LocalOptimizers(dict(zip("ab", parameters, strict=True)), lambda: None)
     followed.rho = {"a": 0.5, "b": 0.25}
-    optimizer.step()
-    optimizer.step()
+
+    def fails() -> float:
+        raise ValueError("closure")
+
     with pytest.raises(ValueError, match="closure"):
-        optimizer.step(lambda: 0.0)
+        optimizer.step(fails)
+    assert len(optimizer.param_groups) == 2
+    if is_loaded:
+        optimizer.load_state_dict(saved)
+    assert optimizer.state_dict()["param_groups"] == saved["param_groups"]
     followed.close()
     (group,) = optimizer.param_groups
-    assert (group["lr"], group["count"], group["params"]) == (0.1, 3, parameters)
+    assert (group["lr"], group["params"]) == (0.1, parameters)
+
+
+def test_rho_differs_by_layer_only_under_optimizers_of_torch_that_take_any_groups() -> None:
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+
+    class Own(torch.optim.SGD):
+        """Counts in its groups, maybe."""
+
+    def may_differ(*optimizers: torch.optim.Optimizer) -> list[bool]:
+        followed, found = LocalOptimizers(dict(zip("ab", parameters, strict=True)), lambda: None), []
+        for optimizer in optimizers:
+            found.append(followed.may_differ)
+            optimizer.step(lambda: 0.0)
+        followed.close()
+        return [*found, followed.may_differ]
+
+    adam, sgd, own = (make(parameters, lr=0.1) for make in (torch.optim.Adam, torch.optim.SGD, Own))
+    lbfgs = torch.optim.LBFGS(parameters[:1], lr=0.1)
+    parameters[0].grad = parameters[1].grad = torch.ones(3)
+    assert may_differ(adam, sgd, adam) == [False, True, True, True]
+    assert may_differ(own, adam) == [False, False, False]
+    assert may_differ(adam, own, adam) == [False, True, False, False]
+    assert may_differ(adam) == [False, True]
+    followed = LocalOptimizers({"a": parameters[0]}, lambda: None)
+    lbfgs.step(lambda: float(parameters[0].detach().sum()))
+    assert not followed.may_differ
+    followed.close()
 
 
 def test_a_wrapper_that_shares_groups_scales_a_rate_once() -> None:
