@@ -88,7 +88,7 @@ class WhatIf:
         if fields["kind"] == "own" and self.options is not None:
             fields = {"kind": "adaptive", "min_gain": Adaptive().min_gain}
         if self.options is not None:
-            fields |= {"options": list(map(str, self.options)), "max_loss": self.max_loss}
+            fields |= {"options": list(map(str, self.options)), "max_loss": self.max_loss, "fidelity": None}
         if self.min_gain is not None:
             fields["min_gain"] = self.min_gain
         return read_policy({"policy": fields})

@@ -15,7 +15,7 @@ from cgx_ray.planner.by_hand import unless_by_hand
 from cgx_ray.planner.candidates import CodecCosts, codec_options
 from cgx_ray.planner.cost import Link, Network, check_positive
 from cgx_ray.planner.engine_cost import HOST_ENGINE, EngineCost
-from cgx_ray.planner.fidelity import Fidelity, codecs_of
+from cgx_ray.planner.fidelity import RESERVE, Fidelity, codecs_of
 from cgx_ray.planner.joint import BestPlan, best_plan, best_round
 from cgx_ray.planner.models import ModelDescription
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
@@ -32,9 +32,12 @@ TYPICAL_GAINS: Mapping[str, float] = {
 
 
 def typical_gains(fidelity: Fidelity | str = Fidelity.STRICT) -> dict[str, float]:
-    """Return the typical gains of the codecs that a run may choose, by default or with another fidelity."""
-    codecs = map(str, codecs_of(fidelity, CANDIDATE_DENSITIES))
-    return {codec: TYPICAL_GAINS[codec] for codec in codecs if codec != str(NONE)}
+    """Return the typical gains of the codecs that a run may choose, by default or with another fidelity.
+
+    Without RESERVE, for a loss that is still to fall.
+    """
+    codecs = [str(codec) for codec in codecs_of(fidelity, CANDIDATE_DENSITIES) if codec not in (NONE, RESERVE)]
+    return {codec: TYPICAL_GAINS[codec] for codec in codecs}
 
 
 # Written by `cgx-ray profile` on one core of an AMD EPYC, the smallest times of four runs.

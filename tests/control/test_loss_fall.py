@@ -15,7 +15,10 @@ from cgx_ray.control.journal.lines import Journal
 from cgx_ray.control.journal.recorded import read_situation
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.adaptive import Adaptive
+from cgx_ray.control.replay import Replay, WhatIf
+from cgx_ray.control.trial.tried_codecs import codecs_to_try
 from cgx_ray.plan import NONE, CodecSpec
+from cgx_ray.planner.scenario import typical_gains
 
 FOUR, EIGHT = (CodecSpec(name="qsgd", bits=bits) for bits in (4, 8))
 
@@ -106,3 +109,18 @@ def test_the_first_losses_and_the_least_later_ones_count() -> None:
         for loss in losses * 2 * MIN_LOSSES:
             fall.add_loss(loss)
         assert fall.ratio == pytest.approx(ratio)
+
+
+def test_8_bits_are_in_no_plan_while_fewer_bits_will_do_and_neither_plan_nor_replay_differs(tmp_path: Path) -> None:
+    run = start(tmp_path, Adaptive(review_s=5.0), halving(400))
+    run.run(300)
+    lines = journal(tmp_path, "start", "decision")
+    assert len(lines) > 5
+    assert not [line for line in lines if "8-bit" in str(line.get("new", {}).get("plan"))]
+    again = Replay(WhatIf())
+    for line in lines:
+        again.add_line(line)
+    assert again.num_again == again.num_same > 5
+    assert str(EIGHT) not in typical_gains()
+    assert EIGHT not in codecs_to_try(Adaptive())
+    assert EIGHT in codecs_to_try(Adaptive(candidates=("qsgd:bits=4", "qsgd:bits=8")))

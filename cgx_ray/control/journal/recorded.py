@@ -76,13 +76,18 @@ def read_policy(start: Mapping[str, Any]) -> Policy:
         return Static()
     if fields["kind"] == "own":
         return recorded_policy(fields["name"], fields["given"])
-    return Adaptive(
-        candidates=tuple(map(Option.parse, fields["options"])),
-        min_gain=fields["min_gain"],
+    given = {
+        "min_gain": fields["min_gain"],
         # Earlier journals have none.
-        periods=tuple(fields.get("periods", (1,))),
-        max_loss=fields.get("max_loss"),
-    )
+        "periods": tuple(fields.get("periods", (1,))),
+        "max_loss": fields.get("max_loss"),
+    }
+    if fields.get("fidelity") is not None:
+        policy = Adaptive(fidelity=fields["fidelity"], **given)
+        # Another version may have other codecs.
+        if list(map(str, policy.options)) == fields["options"]:
+            return policy
+    return Adaptive(candidates=tuple(map(Option.parse, fields["options"])), **given)
 
 
 def _read_network(fields: Mapping[str, Any]) -> Network:

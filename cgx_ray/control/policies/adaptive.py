@@ -47,6 +47,7 @@ from cgx_ray.planner.by_hand import plans_by_hand, unless_by_hand, with_best
 from cgx_ray.planner.candidates import FREE, offloaded
 from cgx_ray.planner.fidelity import (
     PERIODS,
+    RESERVE,
     USUAL_MIN_GAIN,
     Fidelity,
     codecs_of,
@@ -125,6 +126,11 @@ class Adaptive(Policy):
         """All that may be chosen."""
         chosen = self.candidates
         return options_from(codecs_of(self.fidelity, CANDIDATE_DENSITIES) if chosen is None else chosen)
+
+    @property
+    def reserve(self) -> frozenset[CodecSpec]:
+        """Codecs that only stand in for others of their kind that lose too much."""
+        return frozenset([RESERVE] if self.candidates is None else [])
 
     @property
     def max_period(self) -> int:
@@ -265,7 +271,7 @@ class Adaptive(Policy):
         """
         in_force, measured = {group.option for group in situation.plan.groups}, situation.planner_input.now
         moved = offloaded(self.options) if measured.bus is not None else ()
-        return [
+        found = [
             option
             for option in situation.allowed((*self.options, *moved))
             if self._may_lose(option, 1, situation.planner_input)
@@ -274,6 +280,9 @@ class Adaptive(Policy):
                 or (measured.network.knows_inside(option) and (measured.efficiency(option) or 0.0) >= self._enter_gain)
             )
         ]
+        others = [option for option in found if option.codec not in self.reserve]
+        needs_no_reserve = any(option.codec.name == RESERVE.name for option in others)
+        return others if needs_no_reserve else found
 
     def _keeps_enough(self, option: Option, planner_input: PlannerInput) -> bool:
         return (planner_input.now.efficiency(option) or 0.0) >= self._least_gain

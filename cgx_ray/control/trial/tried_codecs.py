@@ -90,11 +90,14 @@ class _Expected(NamedTuple):
 def codecs_to_try(policy: Policy) -> tuple[CodecSpec, ...]:
     """Return none and the codecs of a policy's options that a sharded model can change to and from, each once.
 
-    Without those that lose more than the policy's `max_loss`, if it has one.
+    Without those that lose more than the policy's `max_loss`, if it has one, and its reserve: the loss is not watched.
     """
     codecs, max_loss = (option.codec for option in policy.options), getattr(policy, "max_loss", None) or math.inf
     fit = (codec for codec in codecs if codec.record.is_reencoded and not codec.record.feeds_back(codec))
-    return tuple(dict.fromkeys([NONE, *(codec for codec in fit if loss_of(codec, 1, 1) <= max_loss)]))
+    reserve: Collection[CodecSpec] = getattr(policy, "reserve", ())
+    return tuple(
+        dict.fromkeys([NONE, *(codec for codec in fit if loss_of(codec, 1, 1) <= max_loss and codec not in reserve)])
+    )
 
 
 class TriedCodecs(GroupReports):
