@@ -53,6 +53,18 @@ def test_a_loss_that_falls_far_takes_more_bits_and_says_why(tmp_path: Path) -> N
     assert read_situation(lines[0]["situation"], LAYERS).planner_input.now.loss_fall > 4
 
 
+def test_candidates_above_max_loss_and_those_never_measured_are_named(tmp_path: Path) -> None:
+    policy = Adaptive(candidates=("bf16", "qsgd:bits=3", "qsgd:bits=5"), max_loss=1.005)
+    loop = ControlLoop(policy, Journal(tmp_path / "decisions.jsonl"))
+    loop.register(registration(codec_costs=dict.fromkeys(map(str, policy.timed_codecs), COST)))
+    run = FakeTraining(loop, gbps=0.1, step=1, gain=dict.fromkeys(map(str, policy.timed_codecs), 0.99))
+    run.run(60)
+    assert codecs_in_force(run) == {CodecSpec(name="bf16")}
+    reason = journal(tmp_path, "decision")[0]["reason"]
+    assert "qsgd 3-bit was measured to end up to 0.7% above dense's loss, and max_loss is 1.005" in reason
+    assert "what qsgd 5-bit costs in loss was not measured, and max_loss is 1.005" in reason
+
+
 def test_each_limit_takes_the_fewest_bits_that_it_allows(tmp_path: Path) -> None:
     run = start(tmp_path, Adaptive(fidelity="balanced", periods=(1,), max_loss=1.05, review_s=1e6), halving(100))
     bits = []

@@ -178,7 +178,9 @@ class Adaptive(Policy):
                 )
         most = math.inf if self.max_loss is None else self.max_loss
         for codec in dict.fromkeys(option.codec for option in self.options):
-            if loss_of(codec, 1, 1) <= most < (loss := loss_of(codec, 1, 1, measured.loss_fall)):
+            if loss_of(codec, 1, 1) > most:
+                yield f"{describe_costs([codec])}, and max_loss is {most:g}"
+            elif (loss := loss_of(codec, 1, 1, measured.loss_fall)) > most:
                 yield f"{codec.describe()} would end {loss - 1:.1%} above dense, as the loss has fallen so far"
         if self.max_period > 1 and measured.max_period == 1 and not measured.fixed:
             yield "ranks do not train alone now"
