@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
@@ -131,7 +131,7 @@ def _streams_before_the_end(rank: int) -> tuple[set[str], set[Stream]]:
     submitted.streams.join = join  # type: ignore[method-assign]
     finish = LocalGradients.finish
 
-    def noting(gradients: LocalGradients, rho: float) -> Tensor:
+    def noting(gradients: LocalGradients, rho: Mapping[str, float]) -> Tensor:
         ends.append(after[submitted.streams.now])
         return finish(gradients, rho)
 
