@@ -161,7 +161,8 @@ class LocalOptimizers:
         # Of a step that has raised.
         self._restore(optimizer)
         is_first = optimizer not in self._rho_of
-        self.may_differ = _takes_any_groups(optimizer) and (self.may_differ or not self._rho_of)
+        takes_any = _takes_any_groups(optimizer)
+        self.may_differ = takes_any and (self.may_differ or not self._rho_of)
         self._scale_moments(optimizer)
         if is_first:
             names = [self._names[key] for key in self._held_by(optimizer)]
@@ -171,7 +172,9 @@ class LocalOptimizers:
                 self._on_first({name: [optimizer] for name in names})
         # Wrappers share the groups of the optimizer that they call, and so call it within their own step.
         under_way = {id(group) for other in self._own for group in other.param_groups}
-        by_rho = [{} if id(one) in under_way else self._by_rho(one) for one in optimizer.param_groups]
+        by_rho = [
+            {} if id(one) in under_way else self._by_rho(one, takes_any=takes_any) for one in optimizer.param_groups
+        ]
         self._own[optimizer] = _Groups(optimizer, by_rho, self._restore)
 
     def _after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -192,12 +195,15 @@ class LocalOptimizers:
         self._stepped.update(held)
         self._on_step()
 
-    def _by_rho(self, group: Mapping[str, Any]) -> dict[float, list[nn.Parameter]]:
-        """Return the parameters of a group by rho. Those of other models have 1."""
+    def _by_rho(self, group: Mapping[str, Any], *, takes_any: bool) -> dict[float, list[nn.Parameter]]:
+        """Return the parameters of a group by rho. Those of other models have 1. `takes_any`: groups may be split."""
         found: dict[float, list[nn.Parameter]] = {}
         for parameter in group["params"]:
             name = self._names.get(id(parameter))
             found.setdefault(self.rho[name] if name is not None else 1.0, []).append(parameter)
+        if len(found) > 1 and not takes_any:
+            # One that has taken the place of another: for a round.
+            return {max(found): group["params"]}
         return found
 
     def _held_by(self, optimizer: Optimizer) -> set[int]:

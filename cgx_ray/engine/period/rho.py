@@ -138,16 +138,17 @@ class Rho:
         self._update()
 
     def state(self) -> list[float] | None:
-        """Return what `load` takes."""
-        return list(self._squares) if max(self._num_known) > 1 else None
+        """Return what `load` takes: the squares of all layers and of all together, then of how many steps."""
+        return [*self._squares, *map(float, self._num_known)] if max(self._num_known) > 1 else None
 
-    def load(self, squares: Sequence[float] | float | None, num_replicas: int) -> None:
+    def load(self, state: Sequence[float] | float | None, num_replicas: int) -> None:
         """Go on from a checkpoint of `num_replicas`.
 
-        squares  one for all layers in those of earlier versions; those of another number of layers say nothing
+        state  a square for all layers in those of earlier versions; that of another number of layers says nothing
         """
         self.begin(num_replicas)
-        found = [squares] * len(self._squares) if isinstance(squares, float) else squares or []
-        if len(found) == len(self._squares):
-            self._squares, self._num_known = list(found), [round(1 / (1 - KEPT))] * len(found)
+        num = len(self._squares)
+        found = [state] * num + [1 / (1 - KEPT)] * num if isinstance(state, float) else list(state or ())
+        if len(found) == 2 * num:
+            self._squares, self._num_known = found[:num], list(map(round, found[num:]))
             self._update()

@@ -41,6 +41,7 @@ NO_ROUND: Mapping[str, Any] = {
     "rho": None,
     "num_replicas": 1,
     "moments_rho": None,
+    "may_differ": False,
     "has_own_states": False,
     "anchor": {},
     "folds": [],
@@ -78,6 +79,8 @@ class Rounds:
         self._late_folds: list[Tensor] = []
         # Of a checkpoint, see `LocalOptimizers`; None: 1.
         self._moments_rho: Mapping[str, float] | None = None
+        # As in `LocalOptimizers`, in the last round.
+        self._may_differ = False
         # True once optimizers have stepped alone, until their states are made the same.
         self._has_own_states = False
         self._broadcasts_buffers = False
@@ -157,6 +160,10 @@ class Rounds:
     def _is_due(self) -> bool:
         return len(self._folds) >= self._engine.plan.period
 
+    @property
+    def _usual_rho(self) -> Mapping[str, float]:
+        return self._rho.by_layer if self._may_differ else self._rho.whole
+
     def _enter(self) -> None:
         """Begin to train alone."""
         # Without the optimizers of a checkpoint, if it has brought some.
@@ -166,7 +173,7 @@ class Rounds:
         # What averages add to 16-bit parameters may be less than their last bit.
         self._anchor = {name: one.detach().to(_wide(one), copy=True) for name, one in self._parameters.items()}
         self._optimizers = LocalOptimizers(self._parameters, self._on_optimizer, moments_rho=self._moments_rho)
-        self._moments_rho, self._optimizers.rho = None, self._rho.whole
+        self._moments_rho, self._optimizers.rho = None, self._usual_rho
         self._folds = []
         model = self._model()
         if model is not None:
@@ -287,8 +294,8 @@ class Rounds:
         self._rho.add(means)
         if self._optimizers is not None:
             # Optimizers step with the mean gradient again from now on, if the plan has no period any more.
-            rho = self._rho.by_layer if self._optimizers.may_differ else self._rho.whole
-            self._optimizers.rho = rho if engine.plan.period > 1 else dict.fromkeys(self._layers, 1.0)
+            self._may_differ = self._optimizers.may_differ
+            self._optimizers.rho = self._usual_rho if engine.plan.period > 1 else dict.fromkeys(self._layers, 1.0)
 
     def _check_optimizers(self, changes: Mapping[str, Tensor]) -> None:
         """Raise ConfigError if something other than an optimizer of torch has changed the parameters of this round."""
@@ -334,7 +341,7 @@ class Rounds:
         rho = {"rho": self._rho.state(), "num_replicas": self._rho.num_replicas}
         # In the order of layers: wrappers have changed their names when it is loaded.
         in_order = [moments_rho[name] for name in self._layers] if moments_rho is not None else None
-        own = {"moments_rho": in_order, "has_own_states": self._has_own_states}
+        own = {"moments_rho": in_order, "has_own_states": self._has_own_states, "may_differ": self._may_differ}
         state: dict[str, Any] = {**NO_ROUND, **rho, **own}
         has_more_bits = any(anchor.dtype != self._parameters[name].dtype for name, anchor in self._anchor.items())
         if self._folds or self._late_folds or has_more_bits:
@@ -358,7 +365,7 @@ class Rounds:
             raise StateError("the state has a round with NaN or Inf; start from another checkpoint")
         self._leave(keeps_moments=True)
         self._rho.load(squares, state.get("num_replicas", self._world_size))
-        self._moments_rho = moments_rho
+        self._moments_rho, self._may_differ = moments_rho, state.get("may_differ", False)
         self._has_own_states = state.get("has_own_states", moments_rho is not None)
         if anchor:
             self._enter()

@@ -270,12 +270,19 @@ def test_with_a_grad_scaler_all_ranks_skip_a_step_that_one_must_skip() -> None:
     torch.testing.assert_close(torch.tensor(first), torch.tensor(expected), rtol=1e-4, atol=1e-6)
 
 
-class _Scaled:
-    """A training with momentum and a GradScaler, which overflows on one rank within a round."""
+MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+# Its steps are others with another rho.
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
-    def __init__(self, rank: int, period: int = PERIOD) -> None:
+
+class _Scaled:
+    """A training with moments and a GradScaler, which overflows on one rank within a round."""
+
+    def __init__(
+        self, rank: int, period: int = PERIOD, make: Callable[[Any], torch.optim.Optimizer] = MOMENTUM
+    ) -> None:
         self.training = PeriodTraining(rank, period=period)
-        self.optimizer = torch.optim.SGD(self.training.model.parameters(), lr=0.05, momentum=0.9)
+        self.optimizer = make(self.training.model.parameters())
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
 
     def train(self, steps: range) -> list[float]:
@@ -298,8 +305,8 @@ class _Scaled:
             part.load_state_dict(copy.deepcopy(state))
 
 
-def _back_in_time(rank: int) -> tuple[list[float], list[float]]:
-    scaled = _Scaled(rank)
+def _back_in_time(rank: int, make: Callable[[Any], torch.optim.Optimizer]) -> tuple[list[float], list[float]]:
+    scaled = _Scaled(rank, make=make)
     scaled.train(range(STEPS_TOGETHER + 7))
     saved = scaled.saved()
     rest = range(STEPS_TOGETHER + 7, STEPS_TOGETHER + 14)
@@ -310,8 +317,11 @@ def _back_in_time(rank: int) -> tuple[list[float], list[float]]:
     return whole, again
 
 
-def test_a_run_goes_back_to_a_checkpoint_of_its_own_within_a_round() -> None:
-    for whole, again in run_ranks(2, _back_in_time):
+@pytest.mark.parametrize("make", [MOMENTUM, ADAMW])
+def test_a_run_goes_back_to_a_checkpoint_of_its_own_within_a_round(
+    make: Callable[[Any], torch.optim.Optimizer],
+) -> None:
+    for whole, again in run_ranks(2, _back_in_time, make):
         assert whole == again
 
 
@@ -326,18 +336,18 @@ def _without_rounds(rank: int) -> tuple[float, float]:
     scaled.load(saved)
     scaled.train(range(100, 101))
     off, unscaled = 0.0, 0.0
-    for number, (name, parameter) in enumerate(scaled.training.model.module.named_parameters()):
+    for number, parameter in enumerate(scaled.training.model.parameters()):
         before = saved[1]["state"][number]["momentum_buffer"].clone()
         dist.all_reduce(before)
         before /= dist.get_world_size()
         found = scaled.optimizer.state[parameter]["momentum_buffer"]
         assert parameter.grad is not None
-        off = max(off, float((found - 0.9 * before / rho[name] - parameter.grad).abs().max()))
+        off = max(off, float((found - 0.9 * before / rho[number] - parameter.grad).abs().max()))
         unscaled = max(unscaled, float((found - 0.9 * before - parameter.grad).abs().max()))
     assert are_alike(scaled.training.model)
     scaled.train(range(101, 103))
     assert are_alike(scaled.training.model)
-    assert {*scaled.saved()[3]["round"]["moments_rho"].values()} == {1.0}
+    assert {*scaled.saved()[3]["round"]["moments_rho"]} == {1.0}
     scaled.training.attachment.close()
     return off, unscaled
 
