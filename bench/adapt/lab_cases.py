@@ -83,8 +83,7 @@ STATIC_WAYS = (
     DDP,
     LabWay(name="bf16", kind="static", codec="bf16", scheme="sra"),
     LabWay(name="qsgd4", kind="static", codec="qsgd:bits=4,bucket_size=128", scheme="sra"),
-    LabWay(name="qsgd3", kind="static", codec="qsgd:bits=3,bucket_size=128", scheme="sra"),
-    LabWay(name="qsgd3_allgather", kind="static", codec="qsgd:bits=3,bucket_size=128", scheme="allgather"),
+    LabWay(name="qsgd4_allgather", kind="static", codec="qsgd:bits=4,bucket_size=128", scheme="allgather"),
 )
 LAB_WAYS = {way.name: way for way in (NOOP, *STATIC_WAYS, *ADAPTIVE.values())}
 

@@ -32,7 +32,7 @@ from cgx_ray.lab.schedule import Schedule
 from cgx_ray.plan import Lease, make_plan
 from cgx_ray.planner.candidates import FREE
 from cgx_ray.planner.cost import Link
-from cgx_ray.planner.fidelity import Fidelity
+from cgx_ray.planner.fidelity import RESERVE, Fidelity
 from cgx_ray.planner.prediction import Measured
 
 NO_LAB = Lab.available(rates_only=False)
@@ -57,7 +57,8 @@ def test_schedules_are_the_papers_with_rates_divided_and_latencies_kept() -> Non
 def test_the_grid_has_16_networks_and_static_plans_are_those_that_the_loop_may_choose() -> None:
     options = AdaptLabOptions()
     assert len(set(options.grid)) == 16
-    assert {way.codec for way in STATIC_WAYS} == {"none", *map(str, candidate_specs(Fidelity.STRICT))}
+    # The loop chooses the reserve only once a loss has fallen, which the lab's does not.
+    assert {way.codec for way in STATIC_WAYS} == {"none", *map(str, candidate_specs(Fidelity.STRICT))} - {str(RESERVE)}
     assert all(LAB_WAYS[way.name] is way for way in ADAPTIVE.values())
     assert [way.has_rounds for way in ADAPTIVE.values()] == [False, True, True]
 
