@@ -157,7 +157,7 @@ class WorkerGroupState(GroupReports):
         """Add a step of all ranks; return whether it ran under the plan in force, so that it may cause a decision."""
         self.network.add_step(step.traffic, now_s, is_far_slower=self._is_far_slower(step))
         self._slow_ranks.add_ratios(step.slowness, step.passed_s)
-        self.loss_fall.add_loss(step.loss)
+        self.loss_fall.add_loss(step.loss, step.num_steps)
         self._num_steps += 1
         if self.network.is_known and (link := self.network.link) is not None:
             self.links.add_link(link, step.passed_s)

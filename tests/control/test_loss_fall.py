@@ -106,6 +106,10 @@ def test_workers_that_are_started_again_and_another_controller_go_on_with_the_fi
 
 
 def test_the_first_losses_and_the_least_later_ones_count() -> None:
+    in_rounds = LossFall()
+    for loss in [8.0, 8.0, 8.0, 8.0, 4.0, 4.0, 4.0, 4.0]:
+        in_rounds.add_loss(loss, 32)
+    assert in_rounds.ratio == 2
     fall = LossFall()
     for loss in [8.0] * (MIN_LOSSES - 1):
         fall.add_loss(loss)

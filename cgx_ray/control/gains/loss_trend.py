@@ -108,11 +108,14 @@ class LossFall:
     _least: float = math.inf
     _newest: deque[float] = field(default_factory=lambda: deque(maxlen=MIN_LOSSES))
 
-    def add_loss(self, loss: float | None) -> None:
-        """Add a step's loss. None is left out, and so is one that is not positive: it has no ratio to another."""
+    def add_loss(self, loss: float | None, num_steps: int = 1) -> None:
+        """Add a step's loss. None is left out, and so is one that is not positive: it has no ratio to another.
+
+        num_steps  since the step before. In long rounds four losses count, as twenty are of too long ago
+        """
         if loss is None or not 0 < loss < MAX_LOSS:
             return
-        self._newest.append(loss)
+        self._newest.extend([loss] * min(num_steps, MIN_LOSSES // 4))
         if len(self._newest) < MIN_LOSSES:
             return
         mean = fmean(self._newest)
