@@ -11,7 +11,7 @@ So it is with the periods of rounds in which ranks train alone, except that "str
 Where data have noise, the loss falls to it, and what a codec adds stays small beside it. Where they have none, only
 training keeps the loss up, and the codec's share grows as the loss falls. So what was measured counts as many times as
 the loss of this run has fallen further than those of the runs that measured it, if the run reports its loss. By that
-"strict" stays within 1 %, "balanced" within 5 %.
+"strict" stays within 1 % there too; "balanced" does not stay within 5 % (LOG 123).
 
 Levels are made of the codecs that come with cgx_ray; others are chosen by name, as candidates.
 """

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from cgx_ray.plan import NONE, Layer
+from cgx_ray.plan import Layer
 from cgx_ray.planner.cost import Link, Network
-from cgx_ray.planner.fidelity import Fidelity, codecs_of
 from cgx_ray.planner.joint import BestPlan
 from cgx_ray.planner.models import ModelDescription
 from cgx_ray.planner.profile import load_profile
-from cgx_ray.planner.scenario import TYPICAL_GAINS, TYPICAL_PROFILE, Scenario
+from cgx_ray.planner.scenario import TYPICAL_PROFILE, Scenario, typical_gains
 from cgx_ray.units import format_rate, format_seconds
 from cgx_ray.why.paths import Path
 from cgx_ray.why.records import ObservedLayer, RankRecord
@@ -147,7 +146,6 @@ def _scenario(
     model: ModelDescription, num_workers: int, compute_s: float, gbps: float, alpha_s: float, *, is_dense: bool
 ) -> Scenario:
     profile = load_profile(TYPICAL_PROFILE)
-    strict = [str(codec) for codec in codecs_of(Fidelity.STRICT) if codec != NONE]
     link = Link.from_rates(bandwidth_gbps=gbps, latency_ms=1e3 * alpha_s)
     scenario = Scenario(
         model=model,
@@ -155,7 +153,7 @@ def _scenario(
         compute_s=compute_s,
         # As `cgx-ray plan`: a run sends dense gradients from where they lie.
         codec_costs={codec: cost for codec, cost in profile.codec_costs.items() if codec != "none"},
-        gain={codec: gain for codec, gain in TYPICAL_GAINS.items() if codec in strict},
+        gain=typical_gains(),
         min_gain=0.8,
         engine=profile.engine,
     )

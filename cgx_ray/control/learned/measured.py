@@ -144,10 +144,12 @@ def loss_cause(worse: str | None, decided: Measured, now: Measured, plan: Plan) 
     """
     if not compressing_options(plan):
         return worse if plan.period > 1 else None
-    codecs, fall = [group.option.codec for group in plan.groups], now.loss_fall
-    then, costs = (expected_loss(codecs, 1, 1, one) for one in (decided.loss_fall, fall))
-    has_fallen = fall > FALL_CHANGE * decided.loss_fall and then is not None and costs is not None and costs > then
-    return worse or (f"loss has fallen to {1 / fall:.2g} of the first losses" if has_fallen else None)
+    if worse is not None or now.loss_fall <= FALL_CHANGE * decided.loss_fall:
+        return worse
+    codecs = {group.option.codec for group in plan.groups}
+    before, costs = (expected_loss(codecs, 1, 1, one.loss_fall) for one in (decided, now))
+    costs_more = before is not None and costs is not None and costs > before
+    return f"loss has fallen to {1 / now.loss_fall:.2g} of the first losses" if costs_more else None
 
 
 def at_compute(measured: Measured, compute_s: float) -> Measured:

@@ -137,6 +137,10 @@ class Adaptive(Policy):
         return max(1, *self._periods)
 
     @property
+    def _most_loss(self) -> float:
+        return math.inf if self.max_loss is None else self.max_loss
+
+    @property
     def _least_gain(self) -> float:
         """Least gain of an option in force."""
         return max(0.0, 1 - (1 + MIN_IMPROVEMENT) * (1 - self.min_gain))
@@ -176,11 +180,10 @@ class Adaptive(Policy):
                     f"{codec.describe()}: a step counts as {share:.1%} of a dense one, and min_gain allows "
                     f"{self._enter_gain:.1%} or more"
                 )
-        most = math.inf if self.max_loss is None else self.max_loss
         for codec in dict.fromkeys(option.codec for option in self.options):
-            if loss_of(codec, 1, 1) > most:
-                yield f"{describe_costs([codec])}, and max_loss is {most:g}"
-            elif (loss := loss_of(codec, 1, 1, measured.loss_fall)) > most:
+            if loss_of(codec, 1, 1) > self._most_loss:
+                yield f"{describe_costs([codec])}, and max_loss is {self._most_loss:g}"
+            elif (loss := loss_of(codec, 1, 1, measured.loss_fall)) > self._most_loss:
                 yield f"{codec.describe()} would end {loss - 1:.1%} above dense, as the loss has fallen so far"
         if self.max_period > 1 and measured.max_period == 1 and not measured.fixed:
             yield "ranks do not train alone now"
@@ -216,8 +219,7 @@ class Adaptive(Policy):
 
     def _may_lose(self, option: Option, period: int, planner_input: PlannerInput) -> bool:
         now = planner_input.now
-        loss = loss_of(option.codec, period, now.network.num_replicas([option]), now.loss_fall)
-        return self.max_loss is None or loss <= self.max_loss
+        return loss_of(option.codec, period, now.network.num_replicas([option]), now.loss_fall) <= self._most_loss
 
     def _with_rounds(self, planner_input: PlannerInput, allowed: Sequence[Option], found: BestPlan) -> BestPlan:
         """Return `found`, or the best plan of rounds if that promises MIN_IMPROVEMENT over it."""

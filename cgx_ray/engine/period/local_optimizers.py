@@ -40,10 +40,11 @@ class _Groups:
             self._kept.append(kept)
             if is_changed and len(by_rho) > 1:
                 parts += [{**group, **_times(kept, rho), "params": params} for rho, params in by_rho.items()]
-            else:
+                continue
+            if is_changed:
                 # In place, as wrappers may share it.
-                group.update(_times(kept, *by_rho) if is_changed else {})
-                parts.append(group)
+                group.update(_times(kept, *by_rho))
+            parts.append(group)
         self._num_parts, self._hooks = len(parts), list[RemovableHandle]()
         if len(parts) > len(self._groups):
             optimizer.param_groups[:] = parts

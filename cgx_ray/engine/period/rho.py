@@ -116,8 +116,8 @@ class Rho:
     @staticmethod
     def message(folds_SLK: Tensor) -> Tensor:
         """Return (M * L * (K + 1),) numbers in float64, on the host, of which `add` takes the means over ranks."""
-        num_steps, num_layers, num_sums = folds_SLK.shape
-        most = min(num_steps, MAX_STEPS, max(1, MAX_NUMBERS // (num_layers * (num_sums + 1))))
+        num_steps, num_layers, num_each = folds_SLK.shape
+        most = min(num_steps, MAX_STEPS, max(1, MAX_NUMBERS // (num_layers * (num_each + 1))))
         # The last one of each of M equal parts.
         picked = [(part + 1) * num_steps // most - 1 for part in range(most)]
         folds_MLK = folds_SLK[picked].to("cpu", torch.float64)

@@ -355,16 +355,16 @@ class Rounds:
         Raises StateError if the round is one of another model. Nothing has changed then.
         """
         anchor: Mapping[str, Tensor] = state["anchor"]
-        numels, squares = {name: value.numel() for name, value in anchor.items()}, state["rho"]
+        numels = {name: value.numel() for name, value in anchor.items()}
         if anchor and numels != {name: layer.numel for name, layer in self._layers.items()}:
             raise StateError("the state has a round of another model; start from a checkpoint of this one")
         moments_rho = self._by_layer(state["moments_rho"])
-        numbers = [torch.tensor(squares or 0.0, dtype=torch.float64, device="cpu"), *anchor.values()]
+        numbers = [torch.tensor(state["rho"] or 0.0, dtype=torch.float64, device="cpu"), *anchor.values()]
         # Folds may have NaN: those of steps that a GradScaler has skipped.
         if not all(map(is_finite, numbers)):
             raise StateError("the state has a round with NaN or Inf; start from another checkpoint")
         self._leave(keeps_moments=True)
-        self._rho.load(squares, state.get("num_replicas", self._world_size))
+        self._rho.load(state["rho"], state.get("num_replicas", self._world_size))
         self._moments_rho, self._may_differ = moments_rho, state.get("may_differ", False)
         self._has_own_states = state.get("has_own_states", moments_rho is not None)
         if anchor:
