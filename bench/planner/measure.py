@@ -255,8 +255,8 @@ def _times(numbers: PlannerNumbers) -> None:
 
 
 def _times_with_bits(numbers: PlannerNumbers) -> None:
-    """Measure planning with errors by layer and the codecs of fidelity "balanced": qsgd with 2, 3 and 4 bits, bf16."""
-    options = codec_options(codecs_of(Fidelity.BALANCED))
+    """Measure planning with errors by layer and the codecs of fidelity "fast" but top-k: qsgd and bf16."""
+    options = codec_options(codecs_of(Fidelity.FAST))
     numbers.add_row("bits_options", len(options), "options")
     for num_layers, most_ms in ((314, 200), (2000, 1000)):
         for gbps in JOINT_GBPS:

@@ -101,6 +101,7 @@ def test_errors_are_measured_with_the_bits_that_may_be_chosen() -> None:
         return [codec.bits for codec in Settings(**settings).codecs_by_layer()]  # type: ignore[arg-type]
 
     assert bits() == [4, 8]
-    assert bits(fidelity="balanced") == [2, 3, 4, 8]
+    assert bits(fidelity="balanced") == [3, 4, 8]
+    assert bits(fidelity="fast") == [2, 3, 4, 8]
     assert bits(candidates=("qsgd:bits=8", "topk", "qsgd:bits=1,bucket_size=64")) == [1, 4, 8]
     assert bits(candidates=("bf16",)) == bits(policy="static") == bits(policy="flexible") == []

@@ -71,7 +71,7 @@ def test_each_limit_takes_the_fewest_bits_that_it_allows(tmp_path: Path) -> None
     for _ in range(50):
         run.run(20)
         bits += [codec.bits for codec in codecs_in_force(run) if codec.bits not in bits]
-    assert bits == [2, 3, 4, 8]
+    assert bits == [3, 4, 8]
 
 
 @pytest.mark.parametrize("loss", [None, lambda step: 4.0, lambda step: -halving(50)(step)])

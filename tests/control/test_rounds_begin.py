@@ -43,7 +43,7 @@ def test_a_loss_that_gets_worse_in_rounds_halves_the_period_until_it_no_longer_d
     run.run(STEPS_TOGETHER + 20)
     assert loop.plans[-1].period == 1, "the losses so far are too few to judge rounds by"
     run.run(3000)
-    assert list(dict.fromkeys(plan.period for plan in loop.plans)) == [1, 32, 16, 8, 4]
+    assert list(dict.fromkeys(plan.period for plan in loop.plans)) == [1, 16, 8, 4]
     assert "loss is" in (tmp_path / "decisions.jsonl").read_text()
 
 

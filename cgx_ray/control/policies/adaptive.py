@@ -67,7 +67,7 @@ class Adaptive(Policy):
     """Chooses the plan with the smallest score, see the module's docstring.
 
     fidelity    codecs that may be chosen, by the loss that they were measured to cost: "strict" at most 1 % over dense,
-                "balanced" 5 %, "fast" also top-k. See `planner.fidelity`
+                "balanced" 5 %, "fast" any loss. See `planner.fidelity`
     candidates  codecs that may be chosen, in place of those of a fidelity: text for `CodecSpec.parse`, over every
                 scheme that can carry it; or options, such as ("topk:density=0.01", "allgather"). Where a GPU holds the
                 gradients they may also be offloaded
@@ -77,7 +77,7 @@ class Adaptive(Policy):
     periods     steps between two exchanges that may be chosen besides 1 (`engine.period`), of those in
                 `planner.fidelity`. Default: those of the fidelity, and 1 with `candidates`
     max_loss    expected loss over dense's that a codec and a period may have together; None: any. Default: that of
-                the fidelity, 1.01 or 1.05, if neither candidates nor periods are given
+                the fidelity, 1.01 or 1.044, if neither candidates nor periods are given
     """
 
     fidelity: str = Fidelity.STRICT.value
