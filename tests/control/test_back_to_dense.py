@@ -16,7 +16,7 @@ from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.policy import PlannerInput, Situation
 from cgx_ray.control.trial.outcome import PairedStep
 from cgx_ray.control.trial.steps_beside_predictions import StepsBesidePredictions
-from cgx_ray.plan import DENSE, Option, Plan, Scheme, make_plan
+from cgx_ray.plan import DENSE, Intra, Option, Plan, Scheme, make_plan
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.planned_group import groups_of
 from cgx_ray.planner.prediction import Measured
@@ -44,6 +44,24 @@ def situation(plan: Plan, gbps: float, errors: LearnedErrors | None = None) -> S
         plan=plan,
         planner_input=PlannerInput(now=now, states=[now], errors=errors or LearnedErrors(), dense_groups=dense),
     )
+
+
+def test_options_work_inside_nodes_only_where_nodes_have_several_ranks() -> None:
+    options = Adaptive().options
+    offloaded = BF16.on("cpu")
+    asked = situation(ddp_plan(), 1.0)
+    assert any(option.intra is not Intra.FLAT for option in options)
+    assert asked.allowed([*options, offloaded]) == (
+        *(option for option in options if option.intra is Intra.FLAT),
+        offloaded,
+    )
+    only_inside = [option for option in options if option.intra is Intra.DENSE]
+    assert asked.allowed(only_inside) == tuple(option.flat() for option in only_inside)
+    now = asked.planner_input.now
+    link = now.network.between
+    now = replace(now, network=Network.of_nodes([2, 2], between=link, inside=link))
+    asked = replace(asked, planner_input=replace(asked.planner_input, now=now))
+    assert asked.allowed(options) == tuple(options)
 
 
 def test_dense_is_ddps_plan_even_if_other_groups_promise_more() -> None:

@@ -195,8 +195,12 @@ class Situation:
         return self.link == "machine" and is_fast and now.encodes_on != "device"
 
     def allowed(self, options: Iterable[Option]) -> tuple[Option, ...]:
-        """Return those of `options` that are not banned."""
-        return tuple(option for option in options if option.flat() not in self.banned)
+        """Return those of `options` that are not banned, each once: where nodes have one rank, all are flat."""
+        works_inside = self.planner_input.now.network.most_ranks > 1
+        kept = (option for option in options if option.flat() not in self.banned)
+        return tuple(
+            dict.fromkeys(option if works_inside or option.intra is Intra.FLAT else option.flat() for option in kept)
+        )
 
     def current(self) -> Prediction:
         """Return the prediction of the plan in force."""
