@@ -62,8 +62,26 @@ class LinkDelay:
     def __init__(self, link: SimulatedLink) -> None:
         self._link = link
         self._free_s = 0.0
+        self._carried_bytes, self._carried_s = 0.0, 0.0
+
+    @property
+    def latency_s(self) -> float:
+        """That of the link, one way."""
+        return self._link.latency_s
 
     def due_s(self, step: int, num_hops: float, num_bytes: float) -> float:
         """Return the time, by `time.perf_counter`, when `num_bytes` that are sent now have made `num_hops` hops."""
-        self._free_s = max(time.perf_counter(), self._free_s) + 8 * num_bytes / self._link.rate_at(step)
+        seconds = 8 * num_bytes / self._link.rate_at(step)
+        self._free_s = max(time.perf_counter(), self._free_s) + seconds
+        self._carried_bytes += num_bytes
+        self._carried_s += seconds
         return self._free_s + num_hops * self._link.latency_s
+
+    def take_bursts(self) -> list[tuple[int, int, float]]:
+        """Return and forget all that was sent as one burst, in place of those received (`Mesh.take_bursts`).
+
+        Bytes that were held back arrive at full speed, so no receiver sees the rate of the link.
+        """
+        num_bytes, seconds = round(self._carried_bytes), self._carried_s
+        self._carried_bytes, self._carried_s = 0.0, 0.0
+        return [(-1, num_bytes, seconds)] if num_bytes else []

@@ -87,8 +87,7 @@ class Transport:
             lifeline.call_on_loss(self._note_loss)
         self.timeout_s = timeout_s
         self.takes_many = self.seals = mesh is not None
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
         self.ranks: Sequence[int] = range(self.world_size)
         shares = mesh is not None and link is None
@@ -98,8 +97,7 @@ class Transport:
         self.training_sums = TrainingSums(
             self.nodes, (group, self._cuda_group), timeout_s, lambda: self.has_lost_ranks, self._broken
         )
-        self.step = 0
-        self.group_index = 0
+        self.step, self.group_index = 0, 0
         self._greetings = Greetings(mesh, self.rank, self.world_size, _GREETING_CHANNEL) if mesh is not None else None
         self._card_bytes = 0
         # Held back by the simulated link, in the order of calls.
@@ -319,8 +317,9 @@ class Transport:
 
     @property
     def lag_s(self) -> Mapping[int, float]:
-        """Return the lags of the last greeting received, see `Greetings`; none without a mesh."""
-        return self._greetings.lag_s if self._greetings is not None else {}
+        """Return the lags of the last greeting received, see `Greetings`, a simulated link later; none without mesh."""
+        later_s = self._delay.latency_s if self._delay is not None else 0.0
+        return {peer: lag + later_s for peer, lag in self._greetings.lag_s.items()} if self._greetings else {}
 
     def greet(self, is_urgent: Callable[[], bool]) -> None:
         """Greet other ranks, see `Greetings.greet`.
@@ -330,7 +329,7 @@ class Transport:
         Call it between steps, on all ranks: no gradients queue in front of the bytes then, so the lags of two ranks to
         each other add up to one round trip of an idle link.
         """
-        if self._greetings is None or self._delay is not None:
+        if self._greetings is None:
             return
         send_s = time.perf_counter() + DRAIN_S
         while not is_urgent() and (left_s := send_s - time.perf_counter()) > 0:
@@ -379,8 +378,9 @@ class Transport:
             raise self._broken(what, error, began_s) from error
 
     def take_bursts(self) -> list[tuple[int, int, float]]:
-        """See `Mesh.take_bursts`. Empty over torch.distributed and on a simulated link: bytes come at full speed."""
-        return self._mesh.take_bursts() if self._mesh is not None and self._delay is None else []
+        """See `Mesh.take_bursts`, with a simulated link `LinkDelay.take_bursts`; else empty over torch.distributed."""
+        source = self._delay or self._mesh
+        return source.take_bursts() if source is not None else []
 
     @property
     def num_local(self) -> int:
