@@ -38,22 +38,25 @@ _COLORS = {"dense": DENSE_COLOR, "adaptive": BLUE}
 _OTHER_COLORS = (GREEN, "#882255", "#999933", "#332288", "#AA4499", "#117733", "#DDCC77")
 # None of them is the colour of a run.
 _LINK_COLORS = (INK, ORANGE, PURPLE, SKY, "black")
+# Of more runs, decisions would cover each other.
+MAX_DETAILED = 2
 # Field of the network as it was set, and the field of a decision's inputs that estimates it.
 _NETWORK: tuple[tuple[Field, str], ...] = (("rate_bit_per_s", "bandwidth_gbps"), ("latency_s", "latency_ms"))
 
 
 class _StepAxis:
-    """Positions on the x axis: steps if the run has a line for each, else seconds since its first line."""
+    """Positions on the x axis: steps if all runs have a line for each, else seconds since the run's first line."""
 
-    def __init__(self, record: RunRecord) -> None:
-        self._steps = record.steps
+    def __init__(self, record: RunRecord, *, is_by_step: bool) -> None:
+        self.is_by_step = is_by_step
+        self._steps = record.steps if is_by_step else []
         self._start = record.start_time
         decided = any(line["time"] == self._start for line in record.decisions)
         first = "decision" if decided else "event of the network" if record.network else "line of the journal"
-        self.label = "step" if record.steps else f"seconds since the first {first}"
+        self.label = "step" if is_by_step else f"seconds since the first {first}"
         ends = [self.at(line) for line in (*record.decisions, *record.outcomes, *record.progress)]
         ends += [self.between(event.time) for event in record.network]
-        ends += [line.step + 0.5 for line in record.steps]
+        ends += [line.step + 0.5 for line in self._steps]
         self.begin, self.end = min(ends), max(ends)
 
     def at(self, line: dict[str, Any]) -> float:
@@ -75,9 +78,12 @@ class _Drawn(NamedTuple):
     axis: _StepAxis
 
 
-def _drawn(records: Sequence[RunRecord]) -> list[_Drawn]:
+def _drawn(records: Sequence[RunRecord], *, is_by_step: bool) -> list[_Drawn]:
     others = cycle(_OTHER_COLORS)
-    return [_Drawn(record, _COLORS.get(record.name) or next(others), _StepAxis(record)) for record in records]
+    return [
+        _Drawn(record, _COLORS.get(record.name) or next(others), _StepAxis(record, is_by_step=is_by_step))
+        for record in records
+    ]
 
 
 def plot_runs(records: Sequence[RunRecord], path: Path, *, title: str) -> None:
@@ -88,47 +94,48 @@ def plot_runs(records: Sequence[RunRecord], path: Path, *, title: str) -> None:
 def draw_runs(records: Sequence[RunRecord], *, title: str) -> Figure:
     """Draw panels for loss (if steps are known), step time, rate and latency.
 
-    records  dense first; each has steps or decisions. The network is that of the last one: as it was set, and as its
-             decisions estimated it
+    records  dense first; each has steps or decisions. Of up to two, decisions are drawn, and the network of the last
+             one, as it was set and as its decisions estimated it; of more, losses and step times
     """
-    runs = _drawn(records)
-    last, axis = records[-1], runs[-1].axis
+    has_loss, has_decisions = all(record.steps for record in records), len(records) <= MAX_DETAILED
+    runs, last = _drawn(records, is_by_step=has_loss), records[-1]
     known = {field for event in last.network for field in event.change}
     fields = [
         (field, estimate)
-        for field, estimate in _NETWORK
+        for field, estimate in (_NETWORK if has_decisions else ())
         if field in known or any(line["inputs"][estimate] is not None for line in last.decisions)
     ]
     rows = ["step", *(field for field, _ in fields)]
-    losses = [["loss"]] * len(rows) if last.steps else [[]] * len(rows)
-    figure = new_figure(12.5 if last.steps else 9, 4.6 + 1.5 * len(fields))
+    losses = [["loss"]] * len(rows) if has_loss else [[]] * len(rows)
+    figure = new_figure(12.5 if has_loss else 9, 4.6 + 1.5 * len(fields))
     panels: dict[str, Axes] = figure.subplot_mosaic(
         [[*left, row] for left, row in zip(losses, rows, strict=True)],
-        width_ratios=(1, 1.25) if last.steps else None,
+        width_ratios=(1, 1.25) if has_loss else None,
         height_ratios=(3, *(1 for _ in fields)),
     )
-    if last.steps:
+    if has_loss:
         _draw_loss(panels["loss"], runs)
-    _draw_step_time(panels["step"], runs)
+    _draw_step_time(panels["step"], runs, has_decisions=has_decisions)
     for field, estimate in fields:
         _draw_network(panels[field], runs[-1], field, estimate)
     right = [panels[row] for row in rows]
-    _finish_panels(right, axis, last)
-    for run in runs:
+    _finish_panels(right, runs, has_changes=has_decisions)
+    for run in runs if has_decisions else ():
         _mark_plans(right, run)
     handles = {label: handle for axes in right for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    add_bottom_legend(figure, handles, num_columns=4 if last.steps else 3, fontsize=9)
+    add_bottom_legend(figure, handles, num_columns=4 if has_loss else 3, fontsize=9)
     add_title(figure, title)
     return figure
 
 
-def _finish_panels(panels: Sequence[Axes], axis: _StepAxis, record: RunRecord) -> None:
-    """Give panels above each other the same x axis, and mark the changes of the network in all of them."""
-    margin = 0.02 * (axis.end - axis.begin) or 1.0
+def _finish_panels(panels: Sequence[Axes], runs: Sequence[_Drawn], *, has_changes: bool) -> None:
+    """Give panels above each other the same x axis, and mark the changes of the last run's network in all of them."""
+    begin, end = min(run.axis.begin for run in runs), max(run.axis.end for run in runs)
+    margin, (record, _, axis) = 0.02 * (end - begin) or 1.0, runs[-1]
     for axes in panels:
-        axes.set_xlim(axis.begin - margin, axis.end + margin)
+        axes.set_xlim(begin - margin, end + margin)
         axes.tick_params(labelbottom=axes is panels[-1])
-        for change in record.changes:
+        for change in record.changes if has_changes else ():
             at = axis.between(change.time)
             axes.axvline(at, color=_LINK_COLORS[0], linestyle=":", linewidth=1.2, label="the network changes")
         clean(axes)
@@ -163,22 +170,19 @@ def _draw_loss(axes: Axes, runs: Sequence[_Drawn]) -> None:
     clean(axes)
 
 
-def _draw_step_time(axes: Axes, runs: Sequence[_Drawn]) -> None:
+def _draw_step_time(axes: Axes, runs: Sequence[_Drawn], *, has_decisions: bool) -> None:
     for run in runs:
         record, color, axis = run
-        if record.steps:
-            steps, seconds = [line.step for line in record.steps], [line.step_s for line in record.steps]
-            axes.plot(steps, seconds, color=color, linewidth=1.4, marker="o", markersize=2.5, label=label(record.name))
-        elif record.progress and not record.outcomes:
-            at = [axis.at(line) for line in record.progress]
-            seconds = [line["step_s"] for line in record.progress]
-            axes.plot(at, seconds, color=color, linewidth=1.4, marker="o", markersize=2.5, label=label(record.name))
-        elif record.outcomes:
-            at = [axis.at(line) for line in record.outcomes]
-            seconds = [line["measured_step_s"] for line in record.outcomes]
-            axes.plot(at, seconds, color=color, linestyle="none", marker="s", label="step, measured after a decision")
-        predicted = [line["predicted_step_s"] for line in record.decisions]
-        _draw_decisions(axes, run, "step predicted", predicted, "D")
+        if axis.is_by_step:
+            at, seconds = [line.step for line in record.steps], [line.step_s for line in record.steps]
+        else:
+            lines = record.progress or record.outcomes
+            at = [axis.at(line) for line in lines]
+            seconds = [line["step_s" if record.progress else "measured_step_s"] for line in lines]
+        axes.plot(at, seconds, color=color, linewidth=1.4, marker="o", markersize=2.5, label=label(record.name))
+        if has_decisions:
+            predicted = [line["predicted_step_s"] for line in record.decisions]
+            _draw_decisions(axes, run, "step predicted", predicted, "D")
     if len(runs) == 1 and record.decisions:
         at = [*(axis.at(line) for line in record.decisions), axis.end]
         seconds = [line["predicted_dense_s"] for line in (*record.decisions, record.decisions[-1])]
@@ -188,7 +192,8 @@ def _draw_step_time(axes: Axes, runs: Sequence[_Drawn]) -> None:
     low, high = axes.get_ylim()
     if axes.get_yscale() == "log":
         axes.set_ylim(low, high * (high / low) ** 0.2)
-    axes.set(ylabel="seconds per step (log scale)", title="Step time, network and decisions")
+    title = "Step time, network and decisions" if has_decisions else "Step time"
+    axes.set(ylabel="seconds per step (log scale)", title=title)
 
 
 def _draw_network(axes: Axes, run: _Drawn, field: Field, estimate: str) -> None:
@@ -203,7 +208,7 @@ def _draw_network(axes: Axes, run: _Drawn, field: Field, estimate: str) -> None:
     estimates = [
         math.nan if line["inputs"][estimate] is None else line["inputs"][estimate] for line in record.decisions
     ]
-    # Within a machine and over simulated links no latency is measured, and decisions take a usual one.
+    # Within a machine no latency is measured, and decisions take a usual one.
     if record.progress and all(line[estimate] is None for line in record.progress):
         _draw_decisions(axes, run, "latency not measured, assumed", estimates, "s")
     else:

@@ -183,6 +183,19 @@ def test_each_of_many_runs_has_a_colour(runs):
     assert len({line.get_color() for line in shown}) == len(names)
 
 
+def test_many_runs_show_their_whole_step_times_and_no_decisions(runs, tmp_path):
+    short, long = (copy.deepcopy(load_run(runs[1].run_dir, tmp_path / "none.jsonl")) for _ in range(2))
+    short.steps.clear()
+    long.steps.clear()
+    long.decisions[-1]["time"] += 100
+    figure = draw_runs([long, short, short], title="")
+    (axes,) = figure.axes
+    assert axes.get_xlim()[1] > 100
+    assert axes.get_legend_handles_labels()[1] == ["adaptive"] * 3
+    mixed = draw_runs([*runs, short], title="")
+    assert [axes.get_title() for axes in mixed.axes] == ["Step time"]
+
+
 def panel(record: RunRecord, label: str) -> dict[str, list[tuple[float, float]]]:
     """Return the points of the panel whose y label begins with `label`, by their name in the legend."""
     (axes,) = (axes for axes in draw_runs([record], title="").axes if axes.get_ylabel().startswith(label))
@@ -259,7 +272,7 @@ def test_the_network_is_drawn_over_seconds_where_steps_are_not_known(runs, tmp_p
     assert set(unset) == {"network estimated, plan kept", "network estimated, plan changed", "new plan"}
     assert bottom_label(load_run(adaptive.run_dir, tmp_path / "none.jsonl")) == "seconds since the first decision"
     steps = panel(load_run(adaptive.run_dir, events), "seconds per step")
-    assert steps["step, measured after a decision"] == [(end, 0.6)]
+    assert steps["adaptive"] == [(end, 0.6)]
     assert steps["step predicted, plan changed"] == [(decided, 0.6)]
     assert [y for _, y in steps["dense step predicted"]] == [3.0] * 3
 
