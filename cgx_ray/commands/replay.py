@@ -12,12 +12,10 @@ import click
 from rich.console import Console
 
 from cgx_ray.commands.options import console_for, json_option
+from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.replay import OF_SHARDED, DecisionSummary, Replay, ReplayedDecision, WhatIf
 from cgx_ray.errors import CGXError, ConfigError
-from cgx_ray.plan import NONE, CodecSpec, Option
-from cgx_ray.planner.candidates import codec_options
-from cgx_ray.planner.fidelity import Fidelity, codecs_of
-from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
+from cgx_ray.planner.fidelity import Fidelity
 from cgx_ray.report.journal_schema import journal_problem
 from cgx_ray.report.show import new_table, print_line, progress_bar, write_json
 from cgx_ray.untrusted import BrokenLine, JsonLines, printable
@@ -81,8 +79,7 @@ def replay(
     try:
         if not path.is_file():
             raise ConfigError(f"{path} is no file; give the decisions.jsonl of a run, or the folder that it lies in")
-        max_loss = Fidelity(fidelity).max_loss if fidelity is not None else None
-        what_if = WhatIf(options=_options(candidates, fidelity), min_gain=min_gain, max_loss=max_loss)
+        what_if = WhatIf(other=_policy(candidates, fidelity), min_gain=min_gain)
         run, broken, listed = _replay(path, what_if, lists_all, console)
         _show(listed, _summary(run, broken, listed), console)
         if json_path is not None:
@@ -93,15 +90,15 @@ def replay(
         context.exit(DIFFERS)
 
 
-def _options(candidates: Sequence[str], fidelity: str | None) -> Sequence[Option] | None:
-    """Return the options that a "what if" may choose from; None for those of the run."""
+def _policy(candidates: Sequence[str], fidelity: str | None) -> Adaptive | None:
+    """Return the policy of a "what if"; None for that of the run."""
     if candidates and fidelity is not None:
         raise ConfigError(
             "--candidates and --fidelity are both given, and both say which codecs may be chosen; give one of them"
         )
     if fidelity is not None:
-        return codec_options(codecs_of(fidelity, CANDIDATE_DENSITIES))
-    return codec_options(dict.fromkeys([NONE, *map(CodecSpec.parse, candidates)])) if candidates else None
+        return Adaptive(fidelity=fidelity)
+    return Adaptive(candidates=candidates) if candidates else None
 
 
 def _replay(
@@ -222,7 +219,7 @@ def _fields(
         "journal": str(path),
         "what_if": {
             "min_gain": what_if.min_gain,
-            "options": None if what_if.options is None else list(map(str, what_if.options)),
+            "options": None if what_if.other is None else list(map(str, what_if.other.options)),
         },
         "num_made_again": run.num_again,
         "num_same": run.num_same,

@@ -14,7 +14,7 @@ from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.policy import Decision, Policy, Situation
 from cgx_ray.control.trial.measuring_steps import codec_trial
 from cgx_ray.errors import CGXError, ConfigError
-from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer, Option
+from cgx_ray.plan import NONE, CodecSpec, GroupPlan, Layer
 
 # Decisions that the policy did not make, by `made_by`.
 _BY_THE_LOOP = {
@@ -72,23 +72,21 @@ class ReplayedDecision:
 class WhatIf:
     """Changes to the recorded policy. None leaves a part as it was.
 
-    max_loss  as in `Adaptive`, of other options; None: any
+    other  in place of the recorded one, with its least gain
     """
 
-    options: Sequence[Option] | None = None
+    other: Adaptive | None = None
     min_gain: float | None = None
-    max_loss: float | None = None
 
     def __bool__(self) -> bool:
-        return self.options is not None or self.min_gain is not None
+        return self.other is not None or self.min_gain is not None
 
     def policy(self, start: Mapping[str, Any]) -> Policy:
         """Return the policy of a `start` line with these changes."""
         fields = dict(start["policy"])
-        if fields["kind"] == "own" and self.options is not None:
-            fields = {"kind": "adaptive", "min_gain": Adaptive().min_gain}
-        if self.options is not None:
-            fields |= {"options": list(map(str, self.options)), "max_loss": self.max_loss, "fidelity": None}
+        if self.other is not None:
+            min_gain = fields.get("min_gain", self.other.min_gain)
+            fields = {**self.other.recorded(), "min_gain": min_gain}
         if self.min_gain is not None:
             fields["min_gain"] = self.min_gain
         return read_policy({"policy": fields})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 from cgx_ray.errors import listed
 from cgx_ray.plan import plan_under
 from cgx_ray.report.live_view import LEAST_BETWEEN, is_new_plan, link_kind, outcomes_of, plans_of
-from cgx_ray.report.record import SMOOTHED_STEPS, RunRecord, smooth_losses
+from cgx_ray.report.record import RunRecord, smooth_losses
 
 # Usual prediction error, either way, from which predictions deserve attention.
 LARGE_ERROR = 0.2
@@ -21,10 +22,12 @@ MOSTLY_COMPUTE = 0.85
 MUCH_BETWEEN = 0.3
 # By fidelity, what an adaptive run may try next.
 _LOOSER = {
-    "strict": "with fidelity='balanced', which allows what was measured within 5 % of dense's loss",
+    "strict": "with fidelity='balanced', which allows what is expected within 5 % of dense's loss",
     "balanced": "with fidelity='fast', which allows sparser codecs",
     "fast": "with candidates of your own",
 }
+# A single step that took so many times as long as those before and after it is one with a pause.
+PAUSE = 3.0
 # Steps of a start that are in no line, at most.
 _START_STEPS = 3
 _PARTS = ("compute_s", "encode_s", "exchange_s", "decode_s")
@@ -127,15 +130,17 @@ def mean_parts(found: Sequence[StepSpan]) -> tuple[float, float, float, float] |
 def mean_step_s(found: Sequence[StepSpan]) -> float | None:
     """Return the mean seconds of a step, without what happened between steps.
 
-    A single step counts as the median of ten in a row, as steps.jsonl does not show a pause between two steps.
+    Lines of single steps include a pause before them. So one that took PAUSE times as long as those beside it counts as
+    the longer of these.
     """
     total = sum(span.num_steps for span in found)
     if not total:
         return None
-    if total > len(found):
-        return sum(span.num_steps * span.step_s for span in found) / total
-    tens = [found[first : first + SMOOTHED_STEPS] for first in range(0, len(found), SMOOTHED_STEPS)]
-    return sum(len(ten) * median(span.step_s for span in ten) for ten in tens) / total
+    seconds = [span.step_s for span in found]
+    if total == len(found):
+        beside = [max(seconds[max(at - 1, 0) : at] + seconds[at + 1 : at + 2], default=math.inf) for at in range(total)]
+        seconds = [own if own < PAUSE * other else other for own, other in zip(seconds, beside, strict=True)]
+    return sum(span.num_steps * own for span, own in zip(found, seconds, strict=True)) / total
 
 
 def counted_steps(record: RunRecord) -> str:

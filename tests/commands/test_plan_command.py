@@ -216,7 +216,7 @@ def test_candidates_and_least_gain_are_those_of_a_run() -> None:
     assert (usual["fidelity"], usual["min_gain"]) == (Adaptive().fidelity, Adaptive().min_gain)
     slow = {"bandwidth": "10mbps"}
     assert "qsgd 4-bit" in answer(**slow)["options"]
-    assert "qsgd 2-bit" in answer(fidelity="balanced", **slow)["options"]
+    assert "qsgd 3-bit" in answer(fidelity="balanced", **slow)["options"]
 
 
 def test_codecs_without_room_for_the_largest_layer_are_named(tmp_path: Path) -> None:

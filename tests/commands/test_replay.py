@@ -23,7 +23,7 @@ from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.policy import Static
 from cgx_ray.control.replay import WhatIf
-from cgx_ray.plan import DENSE, make_plan
+from cgx_ray.plan import make_plan
 from cgx_ray.untrusted import MAX_BYTES
 
 pytestmark = pytest.mark.long
@@ -159,11 +159,13 @@ def test_what_if_answers_with_differences_and_status_0(journal: Path, tmp_path: 
     assert found["unmeasured"] == ["powersgd:rank=4"]
     assert "never chosen" in replay(journal, "--candidates", "powersgd:rank=4", status=0).output
     balanced = numbers(journal, tmp_path, "--fidelity", "balanced")
-    assert any("qsgd:bits=2" in option for option in balanced["what_if"]["options"])
+    assert any("qsgd:bits=3" in option for option in balanced["what_if"]["options"])
     start = json.loads(journal.read_text().splitlines()[0])
-    other = WhatIf(options=[DENSE], max_loss=1.05).policy(start)
-    assert isinstance(other, Adaptive)
-    assert other.max_loss == 1.05
+    for other in (Adaptive(fidelity="balanced"), Adaptive(candidates=["bf16"])):
+        made = WhatIf(other=other).policy(start)
+        assert isinstance(made, Adaptive)
+        assert made.recorded() == other.recorded() | {"min_gain": start["policy"]["min_gain"]}
+        assert made.reserve == other.reserve
     both = replay(journal, "--fidelity", "fast", "--candidates", "bf16", status=2)
     assert "give one of them" in both.stderr
     assert "unknown codec 'nonsense'" in replay(journal, "--candidates", "nonsense", status=2).stderr
