@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from cgx_ray.errors import ConfigError
 from cgx_ray.untrusted import printable_lines
 
 STANDARD_OUTPUT = "-"
@@ -60,7 +61,7 @@ def progress_bar(console: Console) -> Iterator[Callable[[str, float], None]]:
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a path to write to, whose file takes the place of `path` at the end, unless the body raises.
 
-    So a command that is ended leaves no half file, and an old one stays.
+    So a command that is ended leaves no half file, and an old one stays. Raises ConfigError if it cannot be written.
     """
     place = path.resolve()
     if place.exists() and not place.is_file():
@@ -70,8 +71,11 @@ def whole_file(path: Path) -> Iterator[Path]:
     try:
         yield new
         os.replace(new, place)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}; give another file") from error
     finally:
-        new.unlink(missing_ok=True)
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
 
 
 def write_json(path: str | Path, data: Any) -> None:

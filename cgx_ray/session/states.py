@@ -22,9 +22,16 @@ _WRAPPERS = frozenset({"_orig_mod", "module", "_checkpoint_wrapped_module", "_fs
 
 
 def check_format(state: Mapping[str, Any]) -> None:
-    """Raise StateError if `state` has another format than this version reads."""
-    if state.get("format") != STATE_FORMAT:
-        raise StateError(f"state has format {state.get('format')!r}, this version reads {STATE_FORMAT}")
+    """Raise StateError if `state` is none of an `Attachment`, or has another format than this version reads."""
+    if not isinstance(state, Mapping) or "format" not in state:
+        raise StateError(
+            f"a {type(state).__name__} without a format is no state; give what attachment.state_dict() has returned on "
+            "this rank, or a list of those of all ranks"
+        )
+    if state["format"] != STATE_FORMAT:
+        raise StateError(
+            f"state has format {state['format']!r}, this version reads {STATE_FORMAT}; load a checkpoint of this version"
+        )
 
 
 def check_own(state: Mapping[str, Any], rank: int, world_size: int) -> None:
@@ -102,6 +109,8 @@ def state_of(
 
     Raises StateError unless the states belong together and, if `is_complete`, none is missing.
     """
+    if not isinstance(states, Iterable):
+        check_format(states)
     total = no_memory()
     runs: set[tuple[Any, Any, Any]] = set()
     ranks: list[int] = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from support.emulated import needs_lab
 from bench.__main__ import bench
 from cgx_ray.cli import main
 from cgx_ray.commands.lazy import LazyGroup
+from cgx_ray.errors import ConfigError
 from cgx_ray.report.show import whole_file
 
 pytestmark = pytest.mark.long
@@ -264,3 +267,12 @@ def test_a_file_that_is_cut_short_leaves_the_old_one_alone(tmp_path: Path) -> No
     with whole_file(Path("/dev/null")) as new:
         new.write_text("nothing")
     assert Path("/dev/null").is_char_device()
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    for error in (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), FileNotFoundError("half a message")):
+        said = re.escape(f"{path} cannot be written: {error.strerror or error}")
+        with pytest.raises(ConfigError, match=said), whole_file(path):
+            raise error
+    assert list(tmp_path.iterdir()) == []

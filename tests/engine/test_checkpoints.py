@@ -189,6 +189,12 @@ def test_states_that_do_not_belong_together_are_refused(changed: dict[str, Any],
             state_of(0, world_size, [_state(0), _state(1, **changed), _state(2), _state(3)])
 
 
+@pytest.mark.parametrize("given", [None, 3, {}, {"weight": torch.zeros(3)}, [{"weight": torch.zeros(3)}], [None]])
+def test_what_is_no_state_is_refused(given: Any) -> None:
+    with pytest.raises(cgx_ray.StateError, match=r"is no state; give what attachment.state_dict\(\) has returned"):
+        cgx_ray.attach(torch.nn.Linear(1, 1)).load_state_dict(given)
+
+
 def test_a_worker_that_is_alone_keeps_what_more_ranks_still_owed_for_the_next_checkpoint() -> None:
     def state(rank: int, value: float) -> dict[str, Any]:
         memories = no_memory() | {"residuals": {"weight": torch.full((3,), value)}}

@@ -77,6 +77,8 @@ class Rounds:
         # The last one of the last round, and the same if an optimizer has stepped since then, without new gradients.
         self._last_folds: list[Tensor] = []
         self._late_folds: list[Tensor] = []
+        # True if a checkpoint has all steps so far.
+        self._is_saved = False
         # Of a checkpoint, see `LocalOptimizers`; None: 1.
         self._moments_rho: Mapping[str, float] | None = None
         # As in `LocalOptimizers`, in the last round.
@@ -124,7 +126,7 @@ class Rounds:
         assert self._optimizers is not None
         self._folds.append(self._gradients.finish(self._optimizers.rho))
         # The round under way has them.
-        self._late_folds = []
+        self._late_folds, self._is_saved = [], False
         self._optimizers.note_gradients()
         self._engine.count_step()
 
@@ -135,12 +137,13 @@ class Rounds:
             self._average()
 
     def close(self) -> None:
-        """Remove all hooks. Warns of steps after the last round, which the other ranks have not got."""
-        if (self._folds or self._late_folds) and self._anchor and not self._is_closed:
+        """Remove all hooks. Warns of steps after the last round that neither the other ranks nor a state have got."""
+        folds = self._folds or self._late_folds
+        if folds and self._anchor and not (self._is_closed or self._is_saved):
             logger.warning(
-                "closed in a round, whose %d steps the other ranks have not got, so their parameters differ: call "
-                "attachment.end_round() on all ranks before",
-                len(self._folds or self._late_folds),
+                "closed in a round, whose %s the other ranks have not got, so their parameters differ: call "
+                "attachment.end_round() on all ranks before, or save attachment.state_dict() of each",
+                f"{len(folds)} step" if len(folds) == 1 else f"{len(folds)} steps",
             )
         self._is_closed = True
         self._leave()
@@ -230,7 +233,7 @@ class Rounds:
         if self._is_due and self._optimizers.have_all_stepped:
             self._average()
         elif not self._folds:
-            self._late_folds = self._last_folds
+            self._late_folds, self._is_saved = self._last_folds, False
 
     def _before_forward(self, model: nn.Module, given: object) -> None:
         if not torch.is_grad_enabled():
@@ -337,6 +340,7 @@ class Rounds:
 
     def state(self) -> dict[str, Any]:
         """Return the round under way and rho, for a checkpoint. At a round's end there are no tensors in it."""
+        self._is_saved = True
         moments_rho = self._optimizers.moments_rho if self._optimizers is not None else self._moments_rho
         rho = {"rho": self._rho.state(), "num_replicas": self._rho.num_replicas}
         # In the order of layers: wrappers have changed their names when it is loaded.

@@ -239,7 +239,7 @@ def _scaled(rank: int, skips: dict[int, int], scale: float | None) -> tuple[list
     return training.flat(), scales
 
 
-def _closed(rank: int, ends_round: bool) -> list[str]:
+def _closed(rank: int, ends_round: bool, saves: bool = False) -> list[str]:
     lines = log_lines()
     training = PeriodTraining(rank, period=PERIOD)
     optimizer = torch.optim.SGD(training.model.parameters(), lr=0.05)
@@ -249,14 +249,17 @@ def _closed(rank: int, ends_round: bool) -> list[str]:
         optimizer.step()
     if ends_round:
         training.attachment.end_round()
+    if saves:
+        training.attachment.state_dict()
     training.attachment.close()
     return [line for line in lines if "end_round" in line]
 
 
 def test_closing_in_a_round_is_a_warning_with_the_remedy() -> None:
     for (line,) in run_ranks(2, _closed, False):
-        assert line.startswith("closed in a round, whose 1 steps the other ranks have not got")
+        assert line.startswith("closed in a round, whose 1 step the other ranks have not got")
     assert run_ranks(2, _closed, True) == [[], []]
+    assert run_ranks(2, _closed, False, True) == [[], []]
 
 
 def test_with_a_grad_scaler_all_ranks_skip_a_step_that_one_must_skip() -> None:
