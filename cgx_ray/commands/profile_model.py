@@ -117,6 +117,8 @@ def _import(place: str) -> Mapping[str, Any]:
     path = Path(place)
     is_file = path.suffix == ".py"
     sys.path.insert(0, str(path.parent.resolve() if is_file else Path.cwd()))
+    # A script that reads its arguments finds none.
+    sys.argv = [place]
     try:
         return runpy.run_path(place, run_name=path.stem) if is_file else vars(importlib.import_module(place))
     except (ImportError, SyntaxError, OSError) as error:

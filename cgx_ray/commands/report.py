@@ -189,7 +189,8 @@ def write_page(path: Path, title: str, records: Sequence[RunRecord], *, usd_per_
 def _read_runs(folder: Path, events: Path | None) -> list[RunRecord]:
     """Return the run in `folder`, or the runs below it, dense first. The last one has decisions."""
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}; give that of a run, <storage path>/<run name>, or of several")
+        problem = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
+        raise ConfigError(f"{problem}; give the folder of a run, <storage path>/<run name>, or of several")
     record = load_run(folder, events)
     records = [record]
     if not record.has_journal:

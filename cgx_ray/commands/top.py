@@ -62,7 +62,7 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
             if folder is not None and not folder.is_dir():
                 awaited += ", a folder that does not exist yet"
             if record is None and not ray.is_initialized():
-                awaited = f"a Ray cluster at {address!r}"
+                awaited = f"a Ray cluster at {address!r}{f', as there is no folder {run}' if run else ''}"
             status = "" if has_begun or is_over else f"waiting for {awaited}; Ctrl-C ends"
             screen.update([last] if last is not None else [], status)
             if once and last is not None:
@@ -145,9 +145,9 @@ def _views_of_cluster(address: str, name: str | None, *, waits: bool) -> Iterato
         try:
             connect(address)
             break
-        except NoClusterError:
+        except NoClusterError as error:
             if not waits:
-                raise
+                raise NoClusterError(f"there is no folder {name}, and {error}" if name else str(error)) from error
             yield None
     yield from _views_of_run(name, waits=waits)
 

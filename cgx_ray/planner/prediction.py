@@ -33,6 +33,7 @@ from cgx_ray.planner.legs import EncodesOn, copy_s, exchange_stages, legs
 from cgx_ray.planner.planned_group import PlannedGroup, period_of
 from cgx_ray.planner.scheme_costs import cost_of_scheme
 from cgx_ray.planner.timeline import Stage, StepPart, Timeline, simulate
+from cgx_ray.units import format_count
 
 # Difference of two efficiencies that no reader sees.
 ROUNDING = 5e-4
@@ -281,12 +282,13 @@ class Prediction:
         return tuple(sorted(counts, key=lambda option: (option.codec == NONE, -counts[option], str(option))))
 
     def describe_options(self) -> str:
-        """Return `"5x qsgd 4-bit over sra, 2x dense"` or `"dense"`, and the period if it is not 1."""
+        """Return `"qsgd 4-bit over sra (5 groups), dense (1 group)"` or `"dense"`, and the period if it is not 1."""
         every = f", every {self.period} steps" if self.period > 1 else ""
         if len(self.options) == 1:
             return f"{self.options[0].describe()}{every}"
         counts = Counter(group.option for group in self.groups)
-        return ", ".join(f"{counts[option]}x {option.describe()}" for option in self.options) + every
+        parts = (f"{option.describe()} ({format_count(counts[option], 'group')})" for option in self.options)
+        return ", ".join(parts) + every
 
     def describe_kept(self) -> str:
         """Return in words what the plan is expected to lose.
@@ -300,8 +302,8 @@ class Prediction:
         return f"a step counts as {self.efficiency:.1%} of a dense one"
 
     def describe(self) -> str:
-        """Return `describe_options` after the number of groups, such as `"7 groups: dense"`; of one group without."""
-        num_groups = f"{len(self.groups)} groups: " if len(self.groups) > 1 else ""
+        """Return `describe_options` with the number of groups, such as `"7 groups: dense"`; of one group without."""
+        num_groups = f"{len(self.groups)} groups: " if len(self.groups) > 1 == len(self.options) else ""
         return num_groups + self.describe_options()
 
     def plan(self, *, version: int, world_size: int) -> Plan:

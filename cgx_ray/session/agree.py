@@ -74,7 +74,7 @@ def connect(
 # What else than arguments of the script sets a setting.
 _SET_BY = {
     "timeout_s": ", which init_process_group sets if attach does not",
-    "policy": f", which the environment variable {VARIABLE} replaces where it is set",
+    "policy": f", unless it comes from the environment variable {VARIABLE}",
 }
 
 

@@ -30,7 +30,7 @@ def check_format(state: Mapping[str, Any]) -> None:
         )
     if state["format"] != STATE_FORMAT:
         raise StateError(
-            f"state has format {state['format']!r}, this version reads {STATE_FORMAT}; load a checkpoint of this version"
+            f"state has format {state['format']!r}, this version reads {STATE_FORMAT}; load one of this version"
         )
 
 

@@ -288,7 +288,7 @@ def test_top_waits_while_ray_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     done = CliRunner().invoke(main, ["top", "my run"])
     assert done.exit_code == 0, done.output
     assert starting == []
-    assert "waiting for a Ray cluster at 'auto'; Ctrl-C ends" in done.output
+    assert "waiting for a Ray cluster at 'auto', as there is no folder my run; Ctrl-C ends" in done.output
     assert "my run has ended after step" in done.output
 
 

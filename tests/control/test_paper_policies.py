@@ -197,7 +197,7 @@ def test_flexible_takes_the_knee_and_stays_until_a_trigger_fires(tmp_path: Path)
     run.run(60)
     (first,) = {codec for codec in codecs(run.loop.plans[-1]).values() if codec.name != "none"}
     assert first.name == "topk"
-    assert "flexible (knee, priced as it runs) chooses 2x topk" in journal_reasons(tmp_path)[0]
+    assert "flexible (knee, priced as it runs) chooses topk" in journal_reasons(tmp_path)[0]
     num_plans = len(run.loop.plans)
     run.run(60)
     assert len(run.loop.plans) == num_plans

@@ -153,7 +153,7 @@ def _ends_in_mid_line(file: int) -> bool:
 
 def report_hint(journal: Journal) -> str:
     """Return where to read more of a run."""
-    lost = f"{format_count(journal.num_errors, 'line')} of the journal could not be written"
+    lost = f"{format_count(journal.num_errors, 'line')} could not be written"
     # Not Path.is_file, which raises an error where the folder may not be searched.
     if journal.user_knows and not os.path.isfile(journal.path):
         return f"There is no journal: {lost}" if journal.num_errors else "There is no journal"

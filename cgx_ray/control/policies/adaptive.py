@@ -59,6 +59,7 @@ from cgx_ray.planner.joint import BestPlan, best_plan
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.planner.planned_group import PlannedGroup, groups_of, period_of
 from cgx_ray.planner.prediction import Prediction, predict
+from cgx_ray.units import format_seconds
 
 
 @names_arguments
@@ -330,12 +331,12 @@ class Adaptive(Policy):
 
 def _describe_best(found: BestPlan, planner_input: PlannerInput) -> str:
     best = found.best
-    best_s, dense_s = map(planner_input.step_s, (best, found.dense))
+    took, dense_took = (format_seconds(planner_input.step_s(one)) for one in (best, found.dense))
     if best.is_dense:
-        return f"nothing beats dense; predicted {dense_s:.3f} s per step, bound by {found.dense.bound_by}"
+        return f"nothing beats dense; predicted {dense_took} per step, bound by {found.dense.bound_by}"
     kept = best.describe_kept()
-    text = f"{best.describe_options()}; predicted {best_s:.3f} s per step (dense {dense_s:.3f} s), {kept}"
+    text = f"{best.describe_options()}; predicted {took} per step (dense {dense_took}), {kept}"
     costs = describe_costs([option.codec for option in best.options], best.period, best.replicas)
     text = f"{text}; {costs}" if costs else text
     gap = f"{found.gap:.1%}"
-    return text if gap == "0.0%" else f"{text}, at most {gap} from the optimum"
+    return text if gap == "0.0%" else f"{text}, at most {gap} slower than the best possible plan"
