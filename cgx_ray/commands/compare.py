@@ -16,7 +16,7 @@ from cgx_ray.errors import ConfigError
 from cgx_ray.report.record import RunRecord, load_run
 from cgx_ray.report.run_facts import loss_note, losses, num_changes, spans
 from cgx_ray.report.show import new_table, print_line, write_json
-from cgx_ray.units import format_seconds
+from cgx_ray.units import format_count, format_seconds
 from cgx_ray.untrusted import printable
 
 _LOSS = "loss at the end"
@@ -118,7 +118,7 @@ def _number(name: str, form: str) -> Callable[[dict[str, Any]], str]:
 def _known_by(run: dict[str, Any], dense: RunRecord | None = None) -> str:
     if dense is not None and run["name"] != dense.name:
         return f"that of {printable(dense.name)}"
-    return "predicted" if run["is_predicted"] else "measured"
+    return "predicted" if run["is_predicted"] else format_count(run["num_dense_steps"], "step")
 
 
 _ROWS: dict[str, Callable[[dict[str, Any]], str]] = {

@@ -127,7 +127,7 @@ def speed_up(record: RunRecord, dense: RunRecord | None) -> SpeedUp | None:
     if totals.is_predicted:
         known_by = "predicted by the model of the measured link, so no speed-up is named"
     elif totals.in_dense_s < totals.all_s:
-        known_by = "measured: against dense steps of this run"
+        known_by = f"measured: against {format_count(totals.num_in_dense, 'dense step')} of this run"
     mean_s = mean_step_s(spans(record))
     return SpeedUp(
         ratio=totals.speed_up,
@@ -161,6 +161,7 @@ def describe_run(record: RunRecord, dense: RunRecord | None = None) -> dict[str,
         "dense_step_s": gained.dense_s if gained is not None else None,
         "speed_up": gained.ratio if gained is not None else None,
         "is_predicted": gained is not None and gained.is_predicted,
+        "num_dense_steps": totals.num_in_dense,
         "expected_loss": totals.expected_loss,
         "loss": last_loss(record),
         "validation_loss": record.end["validation_loss"] if record.end is not None else None,
