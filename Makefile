@@ -109,7 +109,7 @@ check: .venv/.installed
 	@$(PYTHON) -m venv .venv
 	@echo "installing the build backend"
 	@$(PIP_INSTALL) scikit-build-core nanobind ninja cmake setuptools wheel
-	@echo "installing cgx_ray, torch and Ray, and compiling the kernels: about 2 minutes the first time"
+	@echo "installing cgx_ray, torch and Ray, and compiling the kernels: 2 to 8 minutes the first time, and silent"
 	@$(PIP_INSTALL) --no-build-isolation -e ".[dev]"
 	@touch $@
 
