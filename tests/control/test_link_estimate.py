@@ -126,7 +126,8 @@ def test_steps_with_few_bursts_count_together_whatever_their_exchanges_take() ->
             seen = network.step()
             few = {step % WORLD: seen.bursts[step % WORLD][:1]} if step % 2 else {}
             # The plan alternates, and the exchanges of each plan would give another rate.
-            exchange = ObservedExchange(hops=1, num_bytes=1e5, seconds=1e-4 if step // 8 % 2 else 0.1)
+            num_bytes, seconds = (1e5, 1e-4) if step // 8 % 2 else (3e5, 0.1)
+            exchange = ObservedExchange(hops=1, num_bytes=num_bytes, seconds=seconds)
             link.add_traffic(replace(seen, bursts=few, pair_rate={}, exchanges=[exchange]), 1e-3)
     assert link.num_changes == 1
     assert link.bandwidth is not None
@@ -326,6 +327,21 @@ def test_a_faster_link_on_which_messages_no_longer_make_bursts_is_noticed_within
     assert link.bandwidth is not None
     assert link.bandwidth.value > 50e6
     assert not link.bandwidth.is_sure
+
+
+@pytest.mark.parametrize("num_fast", [6, 30])
+def test_a_slower_link_on_which_messages_make_their_first_bursts_is_noticed_within_3_s(num_fast: int) -> None:
+    link = PassiveLink()
+    for rate, num_steps in ((125e6, num_fast), (12.5e6, 3)):
+        assert link.num_changes == 0
+        exchanges = [ObservedExchange(hops=6, num_bytes=8 * MIB, seconds=6e-3 + 8 * MIB / rate)]
+        bursts = {rank: [Burst(MIB, MIB / rate)] * 4 for rank in range(WORLD)} if rate < 1e8 else {}
+        trips = dict.fromkeys(PAIRS, 2e-3)
+        for _ in range(num_steps):
+            link.add_traffic(StepTraffic(seconds=1.0, exchanges=exchanges, bursts=bursts, round_trip_s=trips), 1e-3)
+    assert link.num_changes == 1
+    assert link.bandwidth is not None
+    assert link.bandwidth.value == pytest.approx(12.5e6, rel=0.01)
 
 
 def test_few_bursts_are_not_sure_however_much_they_agree() -> None:

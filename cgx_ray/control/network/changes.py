@@ -70,7 +70,7 @@ class ChangeDetector:
         if not 0 < value < math.inf:
             raise ValueError(f"value {value!r} has no logarithm; give a positive number")
         log_value = math.log(value)
-        if self._level is None or self._seconds < SETTLE_S:
+        if self._level is None or not self.has_level:
             self._learn(log_value, seconds)
             return None
         for evidence, sign in ((self._up, 1), (self._down, -1)):
@@ -85,9 +85,14 @@ class ChangeDetector:
             self._learn(log_value, seconds)
         return None
 
+    @property
+    def has_level(self) -> bool:
+        """True once samples of SETTLE_S have made a level, from which others can differ."""
+        return self._level is not None and self._seconds >= SETTLE_S
+
     def is_far_below(self, value: float) -> bool:
         """Return whether `value` is less than the level by OBVIOUS or more; False before the level is known."""
-        if self._level is None or self._seconds < SETTLE_S:
+        if self._level is None or not self.has_level:
             return False
         return math.log(value) <= self._level - math.log(OBVIOUS)
 

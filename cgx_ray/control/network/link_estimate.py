@@ -25,8 +25,8 @@ The estimates over a window of ten seconds:
 One step is enough if it took several times as long as those before and its messages show why (`restart_if_slower`).
 Otherwise a CUSUM test (`changes.ChangeDetector`) watches these quantities, and needs two steps. After a change all
 observations older than the change are dropped. A change by 2x is noticed after 2.1 s, so a neighbour's burst of 2 s
-that fills the link is none. Exchanges show a change only while there are no bursts. On the mesh only what TURN_S per
-hop does not explain counts.
+that fills the link is none. Exchanges show a change only while there are no bursts, or too few so far to know their
+level. On the mesh only what TURN_S per hop does not explain counts.
 
 Bandwidth counts payload, which is 95.6 % of the rate of 1500-byte frames. Where all uplinks are slower than all
 downlinks, a receiver observes more than the senders can sustain (`KnownNetwork`).
@@ -147,9 +147,10 @@ class PassiveLink:
         latency_s = self._latency_or(probed_latency_s)
         watched = self._watched_latency(traffic) + self._watched_bursts(traffic)
         exchanges = self._watched_exchanges(traffic, latency_s)
+        counts_exchanges = self._is_quiet or not self._detectors["bursts"].has_level
         found = [one.detector.add_sample(one.value, one.seconds) for one in watched + exchanges]
         # The exchanges' level is learned all the time, so that a change is known when bursts end.
-        changed_s = [since_s for since_s in found[: None if self._is_quiet else len(watched)] if since_s is not None]
+        changed_s = [since for since in found[: None if counts_exchanges else len(watched)] if since is not None]
         if changed_s:
             self._forget_before(min(changed_s), {one.detector for one in exchanges})
         if self._estimate_age_s >= REFRESH_S or len(self._window) <= FEW:
