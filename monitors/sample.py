@@ -178,7 +178,8 @@ class StepSample(StepValues):
                one
     is_finite  False if an average was NaN or Inf, so that the codecs' memory was not changed. Only looked at if a codec
                has memory
-    bursts     receptions on this rank's link while long messages were arriving, some 50 ms each
+    bursts     receptions on this rank's link while long messages were arriving, some 50 ms each;
+               over a simulated link, what was sent
     rate_from  by sending rank, bytes per second at which its long messages arrived; of the ranks that count in the step
     lag_s      by rank that this one greets at the end of a step, time from that until the other's greeting came,
                by this rank's clock. The lags of two ranks to each other add up to one round trip, whichever

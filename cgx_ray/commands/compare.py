@@ -118,7 +118,7 @@ def _number(name: str, form: str) -> Callable[[dict[str, Any]], str]:
 def _known_by(run: dict[str, Any], dense: RunRecord | None = None) -> str:
     if dense is not None and run["name"] != dense.name:
         return f"that of {printable(dense.name)}"
-    return "predicted" if run["is_predicted"] else format_count(run["num_dense_steps"], "step")
+    return "predicted" if run["is_predicted"] else f"by {format_count(run['num_dense_steps'], 'step')}"
 
 
 _ROWS: dict[str, Callable[[dict[str, Any]], str]] = {

@@ -53,7 +53,7 @@ class _UnusableJournal(click.ClickException):
 @click.option(
     "--fidelity",
     type=click.Choice([level.value for level in Fidelity]),
-    help="What if: the candidates of this level, as in CGXConfig.",
+    help="What if: the policy of this level, as in CGXConfig.",
 )
 @json_option("every count and the listed decisions")
 @click.pass_context
@@ -81,11 +81,11 @@ def replay(
             raise ConfigError(f"{path} is no file; give the decisions.jsonl of a run, or the folder that it lies in")
         what_if = WhatIf(other=_policy(candidates, fidelity), min_gain=min_gain)
         run, broken, listed = _replay(path, what_if, lists_all, console)
-        _show(listed, _summary(run, broken, listed), console)
-        if json_path is not None:
-            write_json(json_path, _fields(path, run, broken, listed, what_if))
     except CGXError as error:
         raise _UnusableJournal(str(error)) from error
+    _show(listed, _summary(run, broken, listed), console)
+    if json_path is not None:
+        write_json(json_path, _fields(path, run, broken, listed, what_if))
     if run.num_different and not what_if:
         context.exit(DIFFERS)
 

@@ -147,7 +147,9 @@ def _views_of_cluster(address: str, name: str | None, *, waits: bool) -> Iterato
             break
         except NoClusterError as error:
             if not waits:
-                raise NoClusterError(f"there is no folder {name}, and {error}" if name else str(error)) from error
+                if name is None:
+                    raise
+                raise NoClusterError(f"there is no folder {name}, and {error}") from error
             yield None
     yield from _views_of_run(name, waits=waits)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cgx_ray.control.journal.lines import FORMAT
@@ -72,7 +72,7 @@ class ReplayedDecision:
 class WhatIf:
     """Changes to the recorded policy. None leaves a part as it was.
 
-    other  in place of the recorded one, with its least gain
+    other  in place of the recorded one, with its least gain, and its periods if `other` has candidates
     """
 
     other: Adaptive | None = None
@@ -83,13 +83,13 @@ class WhatIf:
 
     def policy(self, start: Mapping[str, Any]) -> Policy:
         """Return the policy of a `start` line with these changes."""
-        fields = dict(start["policy"])
-        if self.other is not None:
-            min_gain = fields.get("min_gain", self.other.min_gain)
-            fields = {**self.other.recorded(), "min_gain": min_gain}
-        if self.min_gain is not None:
-            fields["min_gain"] = self.min_gain
-        return read_policy({"policy": fields})
+        fields = start["policy"]
+        if self.other is None:
+            return read_policy({"policy": fields | ({} if self.min_gain is None else {"min_gain": self.min_gain})})
+        # Candidates say nothing of periods.
+        periods = self.other.periods if self.other.candidates is None else tuple(fields.get("periods", (1,)))
+        min_gain = fields.get("min_gain", self.other.min_gain) if self.min_gain is None else self.min_gain
+        return replace(self.other, min_gain=min_gain, periods=periods)
 
 
 class Replay:

@@ -29,7 +29,7 @@ from cgx_ray.engine.step_sample import Span, sample_of_step, spans_of_step
 from cgx_ray.engine.step_trace import StepTrace
 from cgx_ray.engine.telemetry import ObservedTraining, Telemetry
 from cgx_ray.engine.thread import CLOSE_S, Inbox, WorkThread, follow_num_threads, noting_more, overdue_at_close
-from cgx_ray.errors import CGXError, PlanError, ReplicaError
+from cgx_ray.errors import CGXError, ReplicaError
 from cgx_ray.monitors.sample import InsideLink, StepSample
 from cgx_ray.plan import DENSE, CodecSpec, Layer, Plan
 from cgx_ray.runtime_ext import ops
@@ -171,8 +171,6 @@ class Engine:
         It is held once its kernels are built, which takes seconds on a CUDA device that lacks them. Raises PlanError if
         it does not fit, or a kernel does not compile or computes wrong bits; the plan in force stays in force.
         """
-        if not isinstance(plan, Plan):
-            raise PlanError(f"plan {plan!r} is no Plan; give one that `make_plan` or `Plan.from_json` has made")
         plan.check(self.layers, self._transport.world_size)
         build_for(plan, codecs_on_device(plan, self._transport), self.device)
         self._held.add(plan, self.plan)

@@ -268,6 +268,13 @@ class Plan:
         )
 
 
+def as_plan(given: object) -> Plan:
+    """Return `given` if it is a plan; else raise PlanError."""
+    if not isinstance(given, Plan):
+        raise PlanError(f"plan {given!r} is no Plan; give one that make_plan or Plan.from_json has made")
+    return given
+
+
 def check_period(period: object) -> None:
     """Raise ConfigError unless `period` is a number of steps that ranks may train alone."""
     if not isinstance(period, int) or isinstance(period, bool) or not 1 <= period <= MAX_PERIOD:

@@ -43,8 +43,8 @@ class Fidelity(StrEnum):
     def max_measured(self) -> float:
         """Largest measured loss over dense's of codecs without a density of the settings.
 
-        A half of what the level allows is kept in reserve: with a codec of 1.007, an adaptive run ended at 1.0101
-        (LOG 112); with one of 1.027 in steps 63 to 83 alone, a regression ended at 1.16 (LOG 125).
+        "strict" and "balanced" keep a half of what they allow in reserve: with a codec of 1.007, an adaptive run ended
+        at 1.0101 (LOG 112); with one of 1.027 in steps 63 to 83 alone, a regression ended at 1.16 (LOG 125).
         """
         return {Fidelity.STRICT: 1.005, Fidelity.BALANCED: 1.025}.get(self, 1.05)
 

@@ -303,8 +303,8 @@ class Prediction:
 
     def describe(self) -> str:
         """Return `describe_options` with the number of groups, such as `"7 groups: dense"`; of one group without."""
-        num_groups = f"{len(self.groups)} groups: " if len(self.groups) > 1 == len(self.options) else ""
-        return num_groups + self.describe_options()
+        has_number = len(self.groups) == 1 or len(self.options) > 1
+        return self.describe_options() if has_number else f"{len(self.groups)} groups: {self.describe_options()}"
 
     def plan(self, *, version: int, world_size: int) -> Plan:
         """Return the plan for the ranks."""

@@ -45,10 +45,12 @@ _NETWORK: tuple[tuple[Field, str], ...] = (("rate_bit_per_s", "bandwidth_gbps"),
 
 
 class _StepAxis:
-    """Positions on the x axis: steps if all runs have a line for each, else seconds since the run's first line."""
+    """Positions on the x axis: steps if all runs have a line for each, else seconds since the run's first line.
+
+    lines  of step times, with their positions: of steps if the axis or nothing else has them, else of the journal
+    """
 
     def __init__(self, record: RunRecord, *, is_by_step: bool) -> None:
-        self.is_by_step = is_by_step
         self._steps = record.steps if is_by_step else []
         self._start = record.start_time
         decided = any(line["time"] == self._start for line in record.decisions)
@@ -56,7 +58,17 @@ class _StepAxis:
         self.label = "step" if is_by_step else f"seconds since the first {first}"
         ends = [self.at(line) for line in (*record.decisions, *record.outcomes, *record.progress)]
         ends += [self.between(event.time) for event in record.network]
-        ends += [line.step + 0.5 for line in self._steps]
+        self.lines: list[tuple[float, float]] = []
+        if is_by_step:
+            ends += [line.step + 0.5 for line in self._steps]
+            self.lines = [(line.step, line.step_s) for line in self._steps]
+        elif record.progress:
+            self.lines = [(self.at(line), line["step_s"]) for line in record.progress]
+        elif record.outcomes:
+            self.lines = [(self.at(line), line["measured_step_s"]) for line in record.outcomes]
+        else:
+            self.lines = [(line.time - self._start, line.step_s) for line in record.steps]
+        ends += [at for at, _ in self.lines]
         self.begin, self.end = min(ends), max(ends)
 
     def at(self, line: dict[str, Any]) -> float:
@@ -173,12 +185,7 @@ def _draw_loss(axes: Axes, runs: Sequence[_Drawn]) -> None:
 def _draw_step_time(axes: Axes, runs: Sequence[_Drawn], *, has_decisions: bool) -> None:
     for run in runs:
         record, color, axis = run
-        if axis.is_by_step:
-            at, seconds = [line.step for line in record.steps], [line.step_s for line in record.steps]
-        else:
-            lines = record.progress or record.outcomes
-            at = [axis.at(line) for line in lines]
-            seconds = [line["step_s" if record.progress else "measured_step_s"] for line in lines]
+        at, seconds = [position for position, _ in axis.lines], [step_s for _, step_s in axis.lines]
         axes.plot(at, seconds, color=color, linewidth=1.4, marker="o", markersize=2.5, label=label(record.name))
         if has_decisions:
             predicted = [line["predicted_step_s"] for line in record.decisions]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from cgx_ray.errors import listed
 from cgx_ray.plan import plan_under
 from cgx_ray.report.live_view import LEAST_BETWEEN, is_new_plan, link_kind, outcomes_of, plans_of
-from cgx_ray.report.record import RunRecord, smooth_losses
+from cgx_ray.report.record import RunRecord, StepLine, smooth_losses
 
 # Usual prediction error, either way, from which predictions deserve attention.
 LARGE_ERROR = 0.2
@@ -73,18 +73,31 @@ def spans(record: RunRecord) -> list[StepSpan]:
 
 
 def _steps(record: RunRecord) -> list[StepSpan]:
+    # As in the journal: whatever came before training is in the first step.
+    lines = record.steps[1:]
+    seconds = [_without_pause(lines, at) for at in range(len(lines))]
     return [
         StepSpan(
             line.time,
             line.step,
             1,
-            line.step_s,
-            _parts(line.step_s, [getattr(line, part) for part in _PARTS]),
+            step_s,
+            _parts(step_s, [getattr(line, part) for part in _PARTS]),
             line.plan_version,
         )
-        # As in the journal: whatever came before training is in the first step.
-        for line in record.steps[1:]
+        for line, step_s in zip(lines, seconds, strict=True)
     ]
+
+
+def _without_pause(lines: Sequence[StepLine], at: int) -> float:
+    """Return the seconds of a step of steps.jsonl, which include a pause before it.
+
+    So one that took PAUSE times as long as those before and after it counts as the longer of these. In rounds every
+    last step is a long one.
+    """
+    own_s, beside = lines[at].step_s, [*lines[max(at - 1, 0) : at], *lines[at + 1 : at + 2]]
+    longer_s = max((line.step_s for line in beside), default=math.inf)
+    return own_s if own_s < PAUSE * longer_s or ", every " in lines[at].plan else longer_s
 
 
 def _progress(record: RunRecord) -> list[StepSpan]:
@@ -128,19 +141,9 @@ def mean_parts(found: Sequence[StepSpan]) -> tuple[float, float, float, float] |
 
 
 def mean_step_s(found: Sequence[StepSpan]) -> float | None:
-    """Return the mean seconds of a step, without what happened between steps.
-
-    Lines of single steps include a pause before them. So one that took PAUSE times as long as those beside it counts as
-    the longer of these.
-    """
+    """Return the mean seconds of a step, without what happened between steps; None without steps."""
     total = sum(span.num_steps for span in found)
-    if not total:
-        return None
-    seconds = [span.step_s for span in found]
-    if total == len(found):
-        beside = [max(seconds[max(at - 1, 0) : at] + seconds[at + 1 : at + 2], default=math.inf) for at in range(total)]
-        seconds = [own if own < PAUSE * other else other for own, other in zip(seconds, beside, strict=True)]
-    return sum(span.num_steps * own for span, own in zip(found, seconds, strict=True)) / total
+    return steps_s(found) / total if total else None
 
 
 def counted_steps(record: RunRecord) -> str:

@@ -26,7 +26,7 @@ from cgx_ray.engine.thread import CLOSE_S
 from cgx_ray.errors import ConfigError, PlanError, names_arguments
 from cgx_ray.monitors.endpoint import Endpoint
 from cgx_ray.monitors.sample import Fault, StepSample
-from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Plan, Scheme
+from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Plan, Scheme, as_plan
 from cgx_ray.session.explore import CANDIDATES, Exploration, Stateful, explore
 from cgx_ray.session.own_folder import OwnFolder
 from cgx_ray.session.protocol import Session
@@ -158,7 +158,7 @@ class Attachment:
                 "the policy of this run decides about its plans, so it takes none by hand; give policy 'static' to "
                 "hold plans, or limit what is decided, as by Adaptive(periods=(1,)) or Adaptive(candidates=...)"
             )
-        self.take(plan)
+        self.take(as_plan(plan))
 
     def take(self, plan: Plan) -> None:
         """Offer a plan that the run's policy has decided on."""

@@ -110,7 +110,7 @@ def state_of(
     Raises StateError unless the states belong together and, if `is_complete`, none is missing.
     """
     if not isinstance(states, Iterable):
-        check_format(states)
+        check_format(states)  # raises, as it is no state either
     total = no_memory()
     runs: set[tuple[Any, Any, Any]] = set()
     ranks: list[int] = []

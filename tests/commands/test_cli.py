@@ -119,6 +119,8 @@ def test_h_is_help(words: list[str]) -> None:
         ("plan --model gpt2 --latency 1ms --bandwidth 1gbps", "give --workers, or --clusters"),
         ("plan --model gpt2 --workers 4 --latency 1ms --bandwidth 1GB", "bandwidth '1GB' is not allowed"),
         ("report no_such_folder", "there is no folder "),
+        (f"report {__file__}", f"{__file__} is a file; give the folder of a run"),
+        ("top no_run --once --address 127.0.0.1:1", "there is no folder no_run, and no Ray cluster at '127.0.0.1:1'"),
     ],
 )
 def test_a_value_that_is_not_allowed_ends_with_status_2_and_names_what_is_missing(words: str, says: str) -> None:

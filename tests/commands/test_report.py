@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.image
@@ -21,6 +22,7 @@ from cgx_ray.lab.events import LinkEvent
 from cgx_ray.report.picture import draw_runs, plot_runs
 from cgx_ray.report.record import RunRecord, load_run
 from cgx_ray.report.result import Row, write_result
+from cgx_ray.report.run_facts import spans
 
 NUM_STEPS, HALF = 40, 20
 T0 = 1_000_000.0
@@ -188,12 +190,23 @@ def test_many_runs_show_their_whole_step_times_and_no_decisions(runs, tmp_path):
     short.steps.clear()
     long.steps.clear()
     long.decisions[-1]["time"] += 100
-    figure = draw_runs([long, short, short], title="")
-    (axes,) = figure.axes
+    (axes,) = draw_runs([long, short, short], title="").axes
     assert axes.get_xlim()[1] > 100
     assert axes.get_legend_handles_labels()[1] == ["adaptive"] * 3
-    mixed = draw_runs([*runs, short], title="")
-    assert [axes.get_title() for axes in mixed.axes] == ["Step time"]
+    assert [axes.get_title() for axes in draw_runs([*runs, short], title="").axes] == ["Step time"]
+    # Plain DDP has steps and no journal.
+    plain = copy.copy(runs[0])
+    plain.decisions, plain.progress, plain.outcomes = [], [], []
+    (axes, *_) = draw_runs([plain, short], title="").axes
+    assert len(axes.get_lines()[0].get_xdata()) == NUM_STEPS
+
+
+@pytest.mark.parametrize(("plan", "longest_s"), [("dense", 0.5), ("qsgd 4-bit over sra, every 4 steps", 2.5)])
+def test_a_pause_before_a_step_is_no_part_of_it_but_the_exchange_of_a_round_is(runs, plan, longest_s):
+    record = copy.copy(runs[0])
+    long_s = [0.5 if number % 4 else 2.5 for number in range(NUM_STEPS)]
+    record.steps = [replace(line, step_s=s, plan=plan) for line, s in zip(record.steps, long_s, strict=True)]
+    assert [span.step_s for span in spans(record)] == [min(one, longest_s) for one in long_s[1:]]
 
 
 def panel(record: RunRecord, label: str) -> dict[str, list[tuple[float, float]]]:

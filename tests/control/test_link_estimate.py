@@ -126,8 +126,7 @@ def test_steps_with_few_bursts_count_together_whatever_their_exchanges_take() ->
             seen = network.step()
             few = {step % WORLD: seen.bursts[step % WORLD][:1]} if step % 2 else {}
             # The plan alternates, and the exchanges of each plan would give another rate.
-            num_bytes, seconds = (1e5, 1e-4) if step // 8 % 2 else (3e5, 0.1)
-            exchange = ObservedExchange(hops=1, num_bytes=num_bytes, seconds=seconds)
+            exchange = ObservedExchange(hops=1, num_bytes=1e5, seconds=1e-4 if step // 16 % 2 else 0.1)
             link.add_traffic(replace(seen, bursts=few, pair_rate={}, exchanges=[exchange]), 1e-3)
     assert link.num_changes == 1
     assert link.bandwidth is not None

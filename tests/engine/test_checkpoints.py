@@ -195,6 +195,11 @@ def test_what_is_no_state_is_refused(given: Any) -> None:
         cgx_ray.attach(torch.nn.Linear(1, 1)).load_state_dict(given)
 
 
+def test_what_is_no_plan_is_refused() -> None:
+    with pytest.raises(cgx_ray.PlanError, match="plan None is no Plan; give one that make_plan"):
+        cgx_ray.attach(torch.nn.Linear(1, 1)).hold(None)  # type: ignore[arg-type]
+
+
 def test_a_worker_that_is_alone_keeps_what_more_ranks_still_owed_for_the_next_checkpoint() -> None:
     def state(rank: int, value: float) -> dict[str, Any]:
         memories = no_memory() | {"residuals": {"weight": torch.full((3,), value)}}

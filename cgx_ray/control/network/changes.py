@@ -57,8 +57,7 @@ class ChangeDetector:
     """
 
     def __init__(self) -> None:
-        self._level: float | None = None
-        self._seconds = 0.0
+        self._level = self._seconds = 0.0
         self._up = _Evidence()
         self._down = _Evidence()
 
@@ -70,7 +69,7 @@ class ChangeDetector:
         if not 0 < value < math.inf:
             raise ValueError(f"value {value!r} has no logarithm; give a positive number")
         log_value = math.log(value)
-        if self._level is None or not self.has_level:
+        if not self.has_level:
             self._learn(log_value, seconds)
             return None
         for evidence, sign in ((self._up, 1), (self._down, -1)):
@@ -88,18 +87,15 @@ class ChangeDetector:
     @property
     def has_level(self) -> bool:
         """True once samples of SETTLE_S have made a level, from which others can differ."""
-        return self._level is not None and self._seconds >= SETTLE_S
+        return self._seconds >= SETTLE_S
 
     def is_far_below(self, value: float) -> bool:
         """Return whether `value` is less than the level by OBVIOUS or more; False before the level is known."""
-        if self._level is None or not self.has_level:
-            return False
-        return math.log(value) <= self._level - math.log(OBVIOUS)
+        return self.has_level and math.log(value) <= self._level - math.log(OBVIOUS)
 
     def _learn(self, log_value: float, seconds: float) -> None:
-        level = self._level if self._level is not None else log_value
         self._seconds = min(self._seconds + seconds, WINDOW_S)
-        self._level = level + (log_value - level) * min(1.0, seconds / self._seconds)
+        self._level += (log_value - self._level) * min(1.0, seconds / self._seconds)
 
 
 class _Evidence:

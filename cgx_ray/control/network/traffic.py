@@ -25,7 +25,7 @@ class ObservedExchange:
 class StepTraffic:
     """Network observations of one step, which took `seconds`.
 
-    bursts        by rank that received them
+    bursts        by rank that received them; over a simulated link, by rank that sent them
     pair_rate     bytes per second by (sender, receiver), for pairs that sent long messages
     round_trip_s  by pair of ranks (a, b)
     """

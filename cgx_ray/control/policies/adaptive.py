@@ -67,8 +67,8 @@ from cgx_ray.units import format_seconds
 class Adaptive(Policy):
     """Chooses the plan with the smallest score, see the module's docstring.
 
-    fidelity    codecs that may be chosen, by the loss that they were measured to cost: "strict" at most 1 % over dense,
-                "balanced" 5 %, "fast" any loss. See `planner.fidelity`
+    fidelity    codecs and periods that may be chosen, by the loss that they are expected to cost: "strict" at most 1 %
+                over dense, "balanced" 5 %, "fast" any. See `planner.fidelity`
     candidates  codecs that may be chosen, in place of those of a fidelity: text for `CodecSpec.parse`, over every
                 scheme that can carry it; or options, such as ("topk:density=0.01", "allgather"). Where a GPU holds the
                 gradients they may also be offloaded

@@ -196,10 +196,11 @@ class Situation:
 
     def allowed(self, options: Iterable[Option]) -> tuple[Option, ...]:
         """Return those of `options` that are not banned, each once: where nodes have one rank, all are flat."""
-        works_inside = self.planner_input.now.network.most_ranks > 1
+        is_flat = self.planner_input.now.network.is_flat
         kept = (option for option in options if option.flat() not in self.banned)
+        # An offloaded option is flat already.
         return tuple(
-            dict.fromkeys(option if works_inside or option.intra is Intra.FLAT else option.flat() for option in kept)
+            dict.fromkeys(replace(option, intra=Intra.FLAT) if is_flat(option.intra) else option for option in kept)
         )
 
     def current(self) -> Prediction:
