@@ -74,7 +74,7 @@ def connect(
 # What else than arguments of the script sets a setting.
 _SET_BY = {
     "timeout_s": ", which init_process_group sets if attach does not",
-    "policy": f", unless it comes from the environment variable {VARIABLE}",
+    "policy": f" (a policy may come from the environment variable {VARIABLE})",
 }
 
 

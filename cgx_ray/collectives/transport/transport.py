@@ -317,7 +317,7 @@ class Transport:
 
     @property
     def lag_s(self) -> Mapping[int, float]:
-        """Return the lags of the last greeting received, see `Greetings`, a simulated link later; none without mesh."""
+        """Return the lags of the last greeting (`Greetings`), plus a simulated link's latency; none without a mesh."""
         later_s = self._delay.latency_s if self._delay is not None else 0.0
         return {peer: lag + later_s for peer, lag in self._greetings.lag_s.items()} if self._greetings else {}
 
