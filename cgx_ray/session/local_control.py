@@ -30,6 +30,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
@@ -374,9 +375,12 @@ def _problem_of(journal: Path) -> str:
         journal.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         return str(error)
-    # An empty journal would be taken for that of an earlier run.
-    may_write = os.access(journal if journal.exists() else journal.parent, os.W_OK)
-    return "" if may_write else f"no permission: {journal}"
+    try:
+        # An empty journal would be taken for that of an earlier run.
+        with journal.open("ab") if journal.exists() else TemporaryFile(dir=journal.parent):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def _may_restart() -> bool:

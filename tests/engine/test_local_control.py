@@ -294,14 +294,16 @@ def write_nowhere(rank: int, folder: str) -> list[str]:
 
 
 @pytest.mark.fault("a folder that cannot be written", "no journal, and no line promises one")
-def test_a_folder_that_cannot_be_written_is_promised_by_no_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("folder", "why"), [("file/run", "[Errno 20] Not a "), ("/proc", "")])
+def test_a_folder_that_cannot_be_written_is_promised_by_no_line(tmp_path: Path, folder: str, why: str) -> None:
     (tmp_path / "file").touch()
-    said, _ = run_ranks(2, write_nowhere, str(tmp_path / "file" / "run"))
+    path = tmp_path / folder / "decisions.jsonl"
+    said, _ = run_ranks(2, write_nowhere, str(path.parent))
     (start,) = (line for line in said if "go through cgx_ray on 2 ranks" in line)
     assert start.endswith("; no journal")
     # No second warning, such as of each file in it.
     (warned,) = (line for line in said if "training goes on" in line or "report and replay have" in line)
-    assert warned.startswith(f"{tmp_path / 'file' / 'run' / 'decisions.jsonl'} cannot be written ([Errno 20] Not a ")
+    assert warned.startswith(f"{path} cannot be written ({why}")
     assert warned.endswith("; give attach a folder= that rank 0 may write to")
     (end,) = (line for line in said if "There is no journal: " in line)
     assert " per step on average" in end or "how fast dense would be is not known" in end
