@@ -34,7 +34,7 @@ from cgx_ray.control.history import KEPT_PLANS, History, Registration
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.journal.facts import CauseKind, LoopFacts, When
 from cgx_ray.control.journal.lines import Journal, MadeBy, decision_entry, report_hint
-from cgx_ray.control.journal.progress import Progress
+from cgx_ray.control.journal.progress import Progress, earlier_losses
 from cgx_ray.control.journal_events import JournalEvents
 from cgx_ray.control.learned.evidence import Evidence, Verdict, verdict
 from cgx_ray.control.live_state import LiveState
@@ -147,6 +147,10 @@ class ControlLoop:
         else:
             link = registration.link_kind(self._live.nodes)
             self._state = WorkerGroupState(plan, registration, self._policy, link, before.gain_ratios, before.learned)
+            if before.learned is None:
+                # Of a run that goes on from a checkpoint, in the same folder.
+                for loss, num_steps in earlier_losses(self._journal.path):
+                    self._state.loss_fall.add_mean(loss, num_steps)
         self._progress, self._last_step = Progress(), None
         self._events.start_group()
         return self._state

@@ -127,6 +127,20 @@ def test_the_first_losses_and_the_least_later_ones_count() -> None:
         assert fall.ratio == pytest.approx(ratio)
 
 
+def test_a_run_that_goes_on_in_the_same_folder_counts_from_the_first_losses_of_all(tmp_path: Path) -> None:
+    first = start(tmp_path, Adaptive(review_s=1e6), halving(100))
+    first.run(500)
+    first.loop.end(0.0)
+    with (tmp_path / "decisions.jsonl").open("a") as file:
+        file.write('{"event": "progress", "loss": null, "num_steps": 3}\n[1]\n{"event": "prog')
+    resumed = start(tmp_path, Adaptive(review_s=1e6), lambda step: halving(100)(500 + step))
+    assert resumed.loop._state is not None
+    fall = resumed.loop._state.loss_fall.ratio
+    assert fall == pytest.approx(first.loop._state.loss_fall.ratio, rel=0.05)
+    resumed.run(60)
+    assert codecs_in_force(resumed) == {EIGHT}
+
+
 def test_8_bits_are_in_no_plan_while_fewer_bits_will_do_and_neither_plan_nor_replay_differs(tmp_path: Path) -> None:
     run = start(tmp_path, Adaptive(review_s=5.0), halving(400))
     run.run(300)

@@ -128,6 +128,11 @@ class LossFall:
         self._least = min(mean, self._least)
         self.ratio = min(max(self._first / self._least, 1.0), MAX_FALL)
 
+    def add_mean(self, loss: float, num_steps: int) -> None:
+        """Add the mean loss of so many steps in a row."""
+        for _ in range(min(num_steps, MIN_LOSSES)):
+            self.add_loss(loss)
+
 
 class LossTrend:
     """The last losses before and since a change of options."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from cgx_ray.control.joined_steps import MEAN_PARTS, JoinedStep
@@ -52,6 +55,19 @@ class _Sums:
             "speed_up": dense_s / means["step_s"] if dense_s is not None and means["step_s"] > 0 else None,
             "loss": loss,
         }
+
+
+def earlier_losses(journal: Path) -> Iterator[tuple[float, int]]:
+    """Yield the mean loss and the number of steps of each progress line, the oldest first; nothing without a journal.
+
+    Lines that are broken, or of steps without a loss, are left out.
+    """
+    with suppress(OSError), journal.open("rb") as file:
+        for line in file:
+            with suppress(ValueError, KeyError, TypeError):
+                entry = json.loads(line)
+                if entry["event"] == "progress":
+                    yield float(entry["loss"]), int(entry["num_steps"])
 
 
 class Progress:
