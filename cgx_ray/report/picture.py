@@ -64,11 +64,16 @@ class _StepAxis:
             self.lines = [(line.step, line.step_s) for line in self._steps]
         elif record.progress:
             self.lines = [(self.at(line), line["step_s"]) for line in record.progress]
+            # Nothing ran before a later start.
+            self.lines += [
+                (self.at(line), math.nan) for line in record.starts if line["time"] > record.progress[0]["time"]
+            ]
+            self.lines.sort(key=lambda point: point[0])
         elif record.outcomes:
             self.lines = [(self.at(line), line["measured_step_s"]) for line in record.outcomes]
         else:
             self.lines = [(line.time - self._start, line.step_s) for line in record.steps]
-        ends += [at for at, _ in self.lines]
+        ends += [position for position, _ in self.lines]
         self.begin, self.end = min(ends), max(ends)
 
     def at(self, line: dict[str, Any]) -> float:

@@ -305,7 +305,9 @@ def _unattached(
     else:
         gather(None)
         if dist.get_rank() == 0:
-            logger.info("%s=off: torch averages the gradients, as without cgx_ray", VARIABLE)
+            logger.info(
+                "%s=off: torch averages the gradients, as without cgx_ray, and over no simulated link", VARIABLE
+            )
     return attachment
 
 
