@@ -21,6 +21,7 @@ from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.policy import Static
 from cgx_ray.plan import make_plan
 from cgx_ray.report.live_view import view_of_record
+from cgx_ray.report.picture import draw_runs
 from cgx_ray.report.record import load_run
 from cgx_ray.report.run_facts import next_step, prediction_errors
 from cgx_ray.report.run_pictures import draw_density, draw_shares
@@ -142,6 +143,16 @@ def test_the_report_of_a_folder_with_one_run_lies_beside_that_run(tmp_path: Path
     run = train(tmp_path / "run", 0.1)
     assert invoke("report", tmp_path).splitlines()[-1].endswith(f"report: {run / 'report.html'}")
     assert list(tmp_path.iterdir()) == [run]
+
+
+def test_the_time_before_a_later_start_is_no_step(tmp_path: Path) -> None:
+    journal = train(tmp_path / "run", 0.1) / "decisions.jsonl"
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    later = [line | {"time": line["time"] + 1000} for line in lines]
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines + later))
+    steps = draw_runs([load_run(journal.parent)], title="").axes[0].get_lines()[0]
+    gaps = [at for at, seconds in steps.get_xydata() if math.isnan(seconds)]
+    assert gaps == [pytest.approx(later[0]["time"] - lines[0]["time"])]
 
 
 def test_a_journal_stands_for_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
