@@ -9,6 +9,7 @@ import pytest
 
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.policy import PlannerInput, Situation
+from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, CodecSpec, Option, Scheme, make_plan
 from cgx_ray.planner.by_hand import BY_HAND, MIXED_SAVING, plans_by_hand, unless_by_hand
 from cgx_ray.planner.candidates import codec_options
@@ -45,6 +46,12 @@ def measured() -> Measured:
         codec_costs=asked.codec_costs,
         gain=asked.gain,
     )
+
+
+def test_a_scheme_among_the_candidates_is_refused_with_the_pair_that_was_meant() -> None:
+    with pytest.raises(ConfigError, match=r"candidate 'allgather' is a scheme; .* \('qsgd:bits=4', 'allgather'\)"):
+        Adaptive(candidates=("qsgd:bits=4", "allgather"))
+    Adaptive(candidates=(("qsgd:bits=4", "allgather"), "dense"))
 
 
 @pytest.mark.parametrize("gbps", [0.05, 0.2, 1.0, 5.0])
