@@ -41,9 +41,9 @@ def compare(first: Path, second: Path, json_path: str | None) -> None:
     (one, other), console = found, console_for(json_path)
     ratio = one["step_s"] / other["step_s"] if other["step_s"] else None
     if ratio is not None:
-        faster = f"{max(ratio, 1 / ratio):.2f}x {'faster than' if ratio > 1 else 'slower than'}"
-        faster = "as fast as" if round(ratio, 2) == 1 else faster
-        print_line(console, f"a step of {other['name']} is {faster} one of {one['name']}", style="bold")
+        faster = f"{max(ratio, 1 / ratio):.2f}x {'faster' if ratio > 1 else 'slower'} than"
+        said = "as fast as" if round(ratio, 2) == 1 else faster
+        print_line(console, f"a step of {other['name']} is {said} one of {one['name']}", style="bold")
     table = new_table(None, "", *(printable(run["name"]) for run in found), wrap=True)
     # Perhaps on another network.
     rows = _ROWS | {"a dense step": _seconds("dense_step_s", partial(_known_by, dense=dense))}

@@ -343,6 +343,20 @@ def test_a_slower_link_on_which_messages_make_their_first_bursts_is_noticed_with
     assert link.bandwidth.value == pytest.approx(12.5e6, rel=0.01)
 
 
+@pytest.mark.parametrize("slower", [2.5, 3.1, 8.0])
+def test_a_drop_that_bursts_and_exchanges_show_is_one_change(slower: float) -> None:
+    link = PassiveLink()
+    for rate in (125e6, 125e6 / slower):
+        exchange = ObservedExchange(hops=6, num_bytes=8 * MIB, seconds=6e-3 + 8 * MIB / rate)
+        bursts = {rank: [Burst(MIB, MIB / rate)] * 4 for rank in range(WORLD)}
+        for _ in range(100):
+            seen = StepTraffic(
+                seconds=0.1, exchanges=[exchange], bursts=bursts, round_trip_s=dict.fromkeys(PAIRS, 2e-3)
+            )
+            link.add_traffic(seen, 1e-3)
+    assert link.num_changes == 1
+
+
 def test_few_bursts_are_not_sure_however_much_they_agree() -> None:
     for num_bursts, is_sure in ((4, False), (11, False), (12, True)):
         link = PassiveLink()

@@ -54,9 +54,12 @@ class ChangeDetector:
 
     Samples may come at any rate: a sample that covers `seconds` counts as much as several that cover them together.
     After an alarm the new level is the mean of the samples since the evidence began to grow.
+
+    had_level  samples of SETTLE_S have made a level; it stays True after an alarm
     """
 
     def __init__(self) -> None:
+        self.had_level = False
         self._level = self._seconds = 0.0
         self._up = _Evidence()
         self._down = _Evidence()
@@ -69,7 +72,7 @@ class ChangeDetector:
         if not 0 < value < math.inf:
             raise ValueError(f"value {value!r} has no logarithm; give a positive number")
         log_value = math.log(value)
-        if not self.has_level:
+        if not self._has_level:
             self._learn(log_value, seconds)
             return None
         for evidence, sign in ((self._up, 1), (self._down, -1)):
@@ -85,17 +88,17 @@ class ChangeDetector:
         return None
 
     @property
-    def has_level(self) -> bool:
-        """True once samples of SETTLE_S have made a level, from which others can differ."""
+    def _has_level(self) -> bool:
         return self._seconds >= SETTLE_S
 
     def is_far_below(self, value: float) -> bool:
         """Return whether `value` is less than the level by OBVIOUS or more; False before the level is known."""
-        return self.has_level and math.log(value) <= self._level - math.log(OBVIOUS)
+        return self._has_level and math.log(value) <= self._level - math.log(OBVIOUS)
 
     def _learn(self, log_value: float, seconds: float) -> None:
         self._seconds = min(self._seconds + seconds, WINDOW_S)
         self._level += (log_value - self._level) * min(1.0, seconds / self._seconds)
+        self.had_level |= self._has_level
 
 
 class _Evidence:

@@ -124,7 +124,6 @@ class PassiveLink:
         self.num_changes = 0
         self._window: deque[StepTraffic] = deque()
         self._detectors = _new_detectors()
-        self._knows_bursts = False
         # By whether ranks greeted each other, as they do on the mesh, and bytes and hops of a step's largest exchange:
         # only rates of exchanges that are alike are compared.
         self._exchange_detectors: dict[tuple[bool, float, float], ChangeDetector] = {}
@@ -148,7 +147,7 @@ class PassiveLink:
         latency_s = self._latency_or(probed_latency_s)
         watched = self._watched_latency(traffic) + self._watched_bursts(traffic)
         exchanges = self._watched_exchanges(traffic, latency_s)
-        counts_exchanges = self._is_quiet or not self._knows_bursts
+        counts_exchanges = self._is_quiet or not self._detectors["bursts"].had_level
         found = [one.detector.add_sample(one.value, one.seconds) for one in watched + exchanges]
         # The exchanges' level is learned all the time, so that a change is known when bursts end.
         changed_s = [since for since in found[: None if counts_exchanges else len(watched)] if since is not None]
@@ -157,8 +156,6 @@ class PassiveLink:
             if all(since is None for since in found[: len(watched)]):
                 # Bursts of before have the level of another link.
                 self._detectors |= {name: ChangeDetector() for name in ("bursts", "slowest")}
-                self._knows_bursts = False
-        self._knows_bursts |= self._detectors["bursts"].has_level
         if self._estimate_age_s >= REFRESH_S or len(self._window) <= FEW:
             self._estimate_age_s = 0.0
             self._refresh(probed_latency_s)
