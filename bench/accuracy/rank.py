@@ -37,7 +37,7 @@ from cgx_ray.codecs.gain import squared_error
 from cgx_ray.demo.train import learning_rate_factor
 from cgx_ray.lab.schedule import STEP_FILE_VARIABLE, report_step
 from cgx_ray.plan import SMALL_LAYER_NUMEL, STEPS_TOGETHER, Plan
-from cgx_ray.planner.fidelity import expected_loss
+from cgx_ray.planner.fidelity import expected_loss, loss_of
 from cgx_ray.session.attach import attach_with
 
 _MAX_NORM = 1.0
@@ -72,7 +72,8 @@ class _Sent:
         """Loss over dense's that is expected of the last plan, NaN if its codecs were not measured."""
         if (plan := self._last) is None:
             return math.nan
-        loss = expected_loss((group.option.codec for group in plan.groups), plan.period, dist.get_world_size())
+        replicas = dist.get_world_size()
+        loss = expected_loss(loss_of(group.option.codec, plan.period, replicas) for group in plan.groups)
         return math.nan if loss is None else loss
 
 

@@ -11,9 +11,9 @@ trainings nine in ten end within 5 %; for "fast" they may cost anything.
 
 Where data have noise, the loss falls to it, and what a codec adds stays small beside it. Where they have none, only
 training keeps the loss up, and the codec's share grows as the loss falls. So what was measured counts as many times as
-the loss of this run has fallen further than those of the runs that measured it, if the run reports its loss. By that,
-and as a level leaves a half of what it allows to such a fall, "strict" stays within 1 % there too (LOG 123), and
-"balanced" within 5 % (LOG 125).
+the loss of this run has fallen further than those of the runs that measured it, if the run reports its loss. It also
+counts as many times as the codec's errors are larger here than there. By that, and as a level leaves a half of what it
+allows to such growth, "strict" stays within 1 % there too (LOG 123), and "balanced" within 5 % (LOG 125).
 
 Levels are made of the codecs that come with cgx_ray; others are chosen by name, as candidates.
 """
@@ -85,30 +85,34 @@ def period_loss(period: int, replicas: int) -> float:
     return 1 + (PERIOD_LOSSES[larger][longer] - 1) * more
 
 
-def codec_loss(cost: LossCost, loss_fall: float = 1.0) -> float:
+def codec_loss(cost: LossCost, loss_fall: float = 1.0, error: float = 0.0) -> float:
     """Return the loss over dense's of a codec, where the run's loss has fallen to 1 / `loss_fall`; 1: unknown.
 
-    That of codecs with error feedback is the measured one: how it grows was not measured.
+    error  the codec's relative error in this run, as in `LossCost`; 0: unknown
+
+    Both make the measured loss grow in proportion (LOG 123). That of codecs with error feedback is the measured one:
+    how it grows was not measured.
     """
     if cost.relative_error is None:
         return cost.worst
-    added, most = cost.worst - 1, MAX_ERROR_COST * cost.relative_error
-    return 1 + min(added * max(1.0, loss_fall / MEASURED_FALL), max(added, most))
+    added, largest = cost.worst - 1, max(error, cost.relative_error)
+    grown = added * max(1.0, loss_fall / MEASURED_FALL) * (largest / cost.relative_error)
+    return 1 + min(grown, max(added, MAX_ERROR_COST * largest))
 
 
-def loss_of(codec: CodecSpec, period: int, replicas: int, loss_fall: float = 1.0) -> float:
+def loss_of(codec: CodecSpec, period: int, replicas: int, loss_fall: float = 1.0, error: float = 0.0) -> float:
     """Return the loss over dense's of `codec` in rounds of `period` steps; inf if that of the codec was not measured.
 
     That is the larger of what either loses by itself: together they lose no more (bench/data/periods_4_ranks.json).
     """
     cost = codec.record.losses.get(str(codec))
-    own = codec_loss(cost, loss_fall) if cost is not None else 1.0 if codec == NONE else math.inf
+    own = codec_loss(cost, loss_fall, error) if cost is not None else 1.0 if codec == NONE else math.inf
     return max(period_loss(period, replicas), own)
 
 
-def expected_loss(codecs: Iterable[CodecSpec], period: int, replicas: int, loss_fall: float = 1.0) -> float | None:
-    """Return the largest `loss_of` of `codecs`, at least 1; None if one was not measured."""
-    loss = max((loss_of(codec, period, replicas, loss_fall) for codec in codecs), default=1.0)
+def expected_loss(losses: Iterable[float]) -> float | None:
+    """Return the loss over dense's of a plan whose codecs have `losses` by `loss_of`; None if one was not measured."""
+    loss = max(losses, default=1.0)
     return None if math.isinf(loss) else max(loss, 1.0)
 
 
@@ -142,15 +146,14 @@ def measured_progress(codec: CodecSpec, gain: float, loss_fall: float = 1.0) -> 
 
     A codec without feedback makes errors that are 0 on average, and ranks and steps average them out. So its gain, 1
     minus the relative error of one message, does not say what a step is worth: with 3 bits up to 15 % of the energy is
-    error, and the loss is less than 1 % higher. The measured loss counts as long as errors are no larger than the
-    largest in the runs that measured it. Beyond that it says nothing, and the gain is the cautious answer.
+    error, and the loss is less than 1 % higher.
 
     gain, loss_fall  measured in this training
     """
     cost = codec.record.losses.get(str(codec))
-    if cost is None or cost.relative_error is None or 1 - gain > cost.relative_error:
+    if cost is None or cost.relative_error is None:
         return None
-    return min(1.0, 1 / codec_loss(cost, loss_fall))
+    return min(1.0, 1 / codec_loss(cost, loss_fall, 1 - gain))
 
 
 def describe_costs(codecs: Iterable[CodecSpec], period: int = 1, replicas: int = 1) -> str:

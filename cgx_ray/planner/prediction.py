@@ -28,7 +28,7 @@ from cgx_ray.planner.bits import QSGD, LayerErrors
 from cgx_ray.planner.candidates import CodecCost, CodecCosts, codec_cost_of, efficiency, host_name
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.engine_cost import HOST_ENGINE, EngineCost
-from cgx_ray.planner.fidelity import describe_loss, expected_loss, period_loss
+from cgx_ray.planner.fidelity import describe_loss, expected_loss, loss_of, period_loss
 from cgx_ray.planner.legs import EncodesOn, copy_s, exchange_stages, legs
 from cgx_ray.planner.planned_group import PlannedGroup, period_of
 from cgx_ray.planner.scheme_costs import cost_of_scheme
@@ -125,6 +125,11 @@ class Measured:
             return 1.0
         gain = self.gain_of(option)
         return efficiency(gain, option.codec, self.loss_fall) if gain is not None else None
+
+    def loss_of(self, option: Option, period: int, replicas: int) -> float:
+        """Return `fidelity.loss_of` the option's codec, with the errors and the fall of the loss that were measured."""
+        gain = self.gain_of(option)
+        return loss_of(option.codec, period, replicas, self.loss_fall, 0.0 if gain is None else 1 - gain)
 
     def in_round(self, efficiency: float) -> float:
         """Return an efficiency; in a round as a share of what its period keeps, since the larger loss counts."""
@@ -234,7 +239,7 @@ class Prediction:
                 count as (`Measured.counted_numel`); None if one of the gains is unknown. Fixed groups count as dense:
                 what they lose is the user's choice
     replicas    ranks, or nodes, that train alone in a round
-    loss_fall   as in `Measured`
+    loss        expected loss over dense's with such codecs and such a period; None if it was not measured
     """
 
     groups: tuple[PlannedGroup, ...]
@@ -244,7 +249,7 @@ class Prediction:
     codec_s: float
     efficiency: float | None
     replicas: int
-    loss_fall: float
+    loss: float | None
 
     @property
     def step_s(self) -> float:
@@ -264,11 +269,6 @@ class Prediction:
     def bound_by(self) -> StepPart:
         """Kind of work that takes most of the critical path up to the last exchange."""
         return self.timeline.bound_by
-
-    @property
-    def loss(self) -> float | None:
-        """Loss over dense's that is expected with such codecs and such a period; None if it was not measured."""
-        return expected_loss((option.codec for option in self.options), self.period, self.replicas, self.loss_fall)
 
     @property
     def is_dense(self) -> bool:
@@ -293,8 +293,7 @@ class Prediction:
     def describe_kept(self) -> str:
         """Return in words what the plan is expected to lose.
 
-        That is its measured loss, unless its errors are larger than in the runs that measured it: then its steps count
-        as `efficiency` of dense ones, which is less.
+        That is its measured loss, unless its steps count as less of dense ones: what feedback keeps says so.
         """
         assert self.efficiency is not None
         if self.loss is not None and self.efficiency >= 1 / self.loss - ROUNDING:
@@ -332,6 +331,7 @@ def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
     if (period := period_of(groups)) > 1:
         whole = measured.of_round(period, options)
         return _mean_step(predict(whole, [one._replace(period=1) for one in groups]), period, whole.round_loss)
+    replicas = measured.network.num_replicas(options)
     under = {option: _Under.of(option, measured) for option in options}
     waits_s: list[float] = []
     works: list[_GroupWork] = []
@@ -352,8 +352,8 @@ def predict(measured: Measured, groups: Sequence[PlannedGroup]) -> Prediction:
         after_s=measured.after_s,
         codec_s=sum(work.codec_s for work in works),
         efficiency=_efficiency(known, sum(group.numel for group in groups)) if len(known) == len(kept) else None,
-        replicas=measured.network.num_replicas(options),
-        loss_fall=measured.loss_fall,
+        replicas=replicas,
+        loss=expected_loss(measured.loss_of(option, 1, replicas) for option in options),
     )
 
 
@@ -367,6 +367,7 @@ def _mean_step(whole: Prediction, period: int, loss: float) -> Prediction:
         after_s=whole.after_s / period,
         codec_s=whole.codec_s / period,
         efficiency=whole.efficiency / loss if whole.efficiency is not None else None,
+        loss=max(whole.loss, loss) if whole.loss is not None else None,
     )
 
 

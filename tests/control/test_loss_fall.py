@@ -27,12 +27,15 @@ def halving(every: int) -> Callable[[int], float]:
     return lambda step: 4.0 * 0.5 ** (step / every)
 
 
-def start(tmp_path: Path, policy: Adaptive, loss: Callable[[int], float] | None) -> FakeTraining:
-    """Start on a slow link, where the codec with the fewest bytes is best."""
+def start(
+    tmp_path: Path, policy: Adaptive, loss: Callable[[int], float] | None, errors: float = 1.0
+) -> FakeTraining:
+    """Start on a slow link, where the codec with the fewest bytes is best. `errors`: times those of the table."""
     loop = ControlLoop(policy, Journal(tmp_path / "decisions.jsonl"))
     codecs = map(str, policy.timed_codecs)
     loop.register(registration(codec_costs=dict.fromkeys(codecs, COST)))
-    gain = {str(codec): 1 - (codec.record.losses[str(codec)].relative_error or 0.0) for codec in policy.timed_codecs}
+    costs = {str(codec): codec.record.losses[str(codec)] for codec in policy.timed_codecs}
+    gain = {name: 1 - errors * (cost.relative_error or 0.0) for name, cost in costs.items()}
     return FakeTraining(loop, gbps=0.1, step=1, gain=gain, loss=loss)
 
 
@@ -51,6 +54,20 @@ def test_a_loss_that_falls_far_takes_more_bits_and_says_why(tmp_path: Path) -> N
     assert "qsgd 4-bit would end 1.2% above dense, as the loss has fallen so far" in lines[0]["reason"]
     assert lines[0]["old"]["expected_loss"] > 1.01 > lines[0]["new"]["expected_loss"]
     assert read_situation(lines[0]["situation"], LAYERS).planner_input.now.loss_fall > 4
+
+
+def test_errors_that_are_too_large_for_strict_take_more_bits_and_say_why(tmp_path: Path) -> None:
+    twice = start(tmp_path / "twice", Adaptive(), None, errors=2)
+    twice.run(100)
+    assert codecs_in_force(twice) == {FOUR}
+    said = journal(tmp_path / "twice", "decision")[-1]
+    assert said["new"]["expected_loss"] == pytest.approx(1.0092)
+    assert "expected loss 1.009 ± 0.006 of dense" in said["reason"]
+    thrice = start(tmp_path / "thrice", Adaptive(), None, errors=3)
+    thrice.run(100)
+    assert codecs_in_force(thrice) == {EIGHT}
+    reason = journal(tmp_path / "thrice", "decision")[-1]["reason"]
+    assert "qsgd 4-bit would end 1.4% above dense, as its errors are so large here" in reason
 
 
 def test_candidates_above_max_loss_and_those_never_measured_are_named(tmp_path: Path) -> None:

@@ -152,8 +152,20 @@ def test_the_progress_of_a_codec_without_feedback_is_its_measured_loss() -> None
     cost = LOSS_COSTS[str(codec)]
     assert cost.relative_error is not None
     assert efficiency(1 - cost.relative_error, codec) == 1 / cost.worst
-    # Errors far above those of the runs: the measured loss tells nothing, so the gain counts.
-    assert efficiency(0.01, codec) == 0.01
+    assert efficiency(1 - 2 * cost.relative_error, codec) == pytest.approx(1 / (1 + 2 * (cost.worst - 1)))
+
+
+def test_errors_that_are_larger_than_in_the_table_cost_as_many_times_as_much() -> None:
+    four = CodecSpec.parse("qsgd:bits=4")
+    cost = LOSS_COSTS[str(four)]
+    assert cost.relative_error is not None
+    added = cost.worst - 1
+    assert loss_of(four, 1, 4, error=0.5 * cost.relative_error) == cost.worst
+    for times, fall in ((2, 1), (3, MEASURED_FALL), (3, 2 * MEASURED_FALL)):
+        grown = times * added * max(1, fall / MEASURED_FALL)
+        assert loss_of(four, 1, 4, fall, times * cost.relative_error) == pytest.approx(1 + grown)
+    # No more than the errors can.
+    assert loss_of(four, 1, 4, 1e6, 0.1) == pytest.approx(1.3)
 
 
 def test_the_progress_of_a_codec_with_feedback_is_its_gain() -> None:

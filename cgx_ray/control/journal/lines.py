@@ -24,7 +24,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -34,9 +34,9 @@ from cgx_ray.control.journal.recorded import cost_fields, group_fields, situatio
 from cgx_ray.control.journal.sentences import RunTotals
 from cgx_ray.control.policies.policy import Decision, DecisionKind, Policy, Situation
 from cgx_ray.monitors.sample import Fault
-from cgx_ray.plan import Layer, Plan
+from cgx_ray.plan import Layer, Option, Plan
 from cgx_ray.planner.candidates import CodecCosts
-from cgx_ray.planner.fidelity import expected_loss
+from cgx_ray.planner.fidelity import expected_loss, loss_of
 from cgx_ray.planner.legs import EncodesOn
 from cgx_ray.planner.planned_group import groups_of
 from cgx_ray.planner.prediction import Measured
@@ -221,8 +221,8 @@ def decision_entry(
         "step": step,
         "kind": decision.kind,
         "made_by": made_by,
-        "old": _plan_fields(old, measured.layers, num_nodes, measured.loss_fall),
-        "new": _plan_fields(new, measured.layers, num_nodes, measured.loss_fall),
+        "old": _plan_fields(old, measured.layers, num_nodes, measured.loss_of),
+        "new": _plan_fields(new, measured.layers, num_nodes, measured.loss_of),
         "new_groups": [] if new is old else group_fields(new.groups, measured.layers),
         "new_period": new.period,
         "reason": decision.reason,
@@ -341,8 +341,17 @@ def end_entry(*, step: int | None, newest_step: int, time_s: float) -> dict[str,
     return {"event": "end", "time": time_s, "step": step, "newest_step": newest_step}
 
 
-def _plan_fields(plan: Plan, layers: Sequence[Layer], num_nodes: int, loss_fall: float = 1.0) -> dict[str, Any]:
-    """Return the plan in one phrase; and the groups, layers, elements and bytes of a step for each option."""
+def _usual_loss(option: Option, period: int, replicas: int) -> float:
+    return loss_of(option.codec, period, replicas)
+
+
+def _plan_fields(
+    plan: Plan, layers: Sequence[Layer], num_nodes: int, option_loss: Callable[[Option, int, int], float] = _usual_loss
+) -> dict[str, Any]:
+    """Return the plan in one phrase; and the groups, layers, elements and bytes of a step for each option.
+
+    option_loss  as `Measured.loss_of`. Default: nothing was measured
+    """
     plan = plan.on_one_node() if num_nodes == 1 else plan
     options: dict[str, dict[str, Any]] = {}
     for group in groups_of(plan, layers):
@@ -361,7 +370,7 @@ def _plan_fields(plan: Plan, layers: Sequence[Layer], num_nodes: int, loss_fall:
         for name, number in zip(("groups", "layers", "numel", "dense_bytes", "wire_bytes"), added, strict=True):
             counts[name] += number
     replicas = num_nodes if plan.has_inside else plan.world_size
-    loss = expected_loss((group.option.codec for group in plan.groups), plan.period, replicas, loss_fall)
+    loss = expected_loss(option_loss(group.option, plan.period, replicas) for group in plan.groups)
     return {"version": plan.version, "plan": plan.describe(), "expected_loss": loss, "options": options}
 
 

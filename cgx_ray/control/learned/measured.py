@@ -146,8 +146,8 @@ def loss_cause(worse: str | None, decided: Measured, now: Measured, plan: Plan) 
         return worse if plan.period > 1 else None
     if worse is not None or now.loss_fall <= FALL_CHANGE * decided.loss_fall:
         return worse
-    codecs = {group.option.codec for group in plan.groups}
-    before, costs = (expected_loss(codecs, 1, 1, one.loss_fall) for one in (decided, now))
+    options = {group.option for group in plan.groups}
+    before, costs = (expected_loss(one.loss_of(option, 1, 1) for option in options) for one in (decided, now))
     costs_more = before is not None and costs is not None and costs > before
     return f"loss has fallen to {1 / now.loss_fall:.2g} of the first losses" if costs_more else None
 

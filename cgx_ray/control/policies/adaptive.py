@@ -181,11 +181,13 @@ class Adaptive(Policy):
                     f"{codec.describe()}: a step counts as {share:.1%} of a dense one, and min_gain allows "
                     f"{self._enter_gain:.1%} or more"
                 )
-        for codec in dict.fromkeys(option.codec for option in self.options):
+        for codec, option in {option.codec: option for option in self.options}.items():
             if loss_of(codec, 1, 1) > self._most_loss:
                 yield f"{describe_costs([codec])}, and max_loss is {self._most_loss:g}"
-            elif (loss := loss_of(codec, 1, 1, measured.loss_fall)) > self._most_loss:
-                yield f"{codec.describe()} would end {loss - 1:.1%} above dense, as the loss has fallen so far"
+            elif (loss := measured.loss_of(option, 1, 1)) > self._most_loss:
+                by_fall = loss == loss_of(codec, 1, 1, measured.loss_fall)
+                cause = "the loss has fallen so far" if by_fall else "its errors are so large here"
+                yield f"{codec.describe()} would end {loss - 1:.1%} above dense, as {cause}"
         if self.max_period > 1 and measured.max_period == 1 and not measured.fixed:
             yield "ranks do not train alone now"
 
@@ -220,7 +222,7 @@ class Adaptive(Policy):
 
     def _may_lose(self, option: Option, period: int, planner_input: PlannerInput) -> bool:
         now = planner_input.now
-        return loss_of(option.codec, period, now.network.num_replicas([option]), now.loss_fall) <= self._most_loss
+        return now.loss_of(option, period, now.network.num_replicas([option])) <= self._most_loss
 
     def _with_rounds(self, planner_input: PlannerInput, allowed: Sequence[Option], found: BestPlan) -> BestPlan:
         """Return `found`, or the best plan of rounds if that promises MIN_IMPROVEMENT over it."""
