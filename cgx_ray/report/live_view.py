@@ -54,7 +54,7 @@ class LiveView:
 
     num_steps  of the whole training; None if unknown
     speed      against dense, and the share of the time between steps, in words; None if both are unknown
-    elapsed_s  since the training began, None if unknown
+    elapsed_s  of training, without the time between a run and one that goes on in its folder; None if unknown
     links      lines of text
     notes      what deserves attention, such as slow ranks or lines of files that were skipped
     """
@@ -106,9 +106,7 @@ def view_of_record(record: RunRecord, *, num_steps: int | None = None, links: Se
         plan=plan and plan + _next_plan(own, version),
         ranks=ranks,
         speed=_speed(record.progress, record.progress[-1].get("speed_up") if record.progress else None),
-        elapsed_s=max((line["time"] for line in lines), default=record.start_time) - record.start_time
-        if lines
-        else None,
+        elapsed_s=record.duration_s if lines else None,
         links=tuple(links) or _estimated_links(record.progress[-1] if record.progress else None, link_kind(record)),
         decisions=decision_lines(record.decisions, record.outcomes)[-SHOWN_DECISIONS:],
         notes=(*broken_note(record.broken), *drift_note(record.drifts), *_fault_note(record.faults)),

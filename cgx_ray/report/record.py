@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -148,6 +150,17 @@ class RunRecord:
             return self.steps[0].time - self.steps[0].step_s
         times: list[float] = [line["time"] for line in (*self.decisions, *self.starts, *self.progress)]
         return min([*times, *(event.time for event in self.network)])
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the first to the last line of each worker group, together: without the time between them."""
+        lines = [line["time"] for line in (*self.decisions, *self.outcomes, *self.progress)]
+        times = sorted([*lines, *(line.time for line in self.steps)])
+        if not times:
+            return 0.0
+        begins = [self.start_time, *(start["time"] for start in self.starts[1:]), math.inf]
+        ends = [times[: bisect_left(times, later)][-1:] or [begin] for begin, later in itertools.pairwise(begins)]
+        return sum(max(0.0, end - begin) for begin, [end] in zip(begins, ends, strict=False))
 
     def poll(self) -> bool:
         """Read new lines and return True if there were any; an unfinished last line is left for the next call.

@@ -157,16 +157,18 @@ def left_out_steps(record: RunRecord) -> str:
     if not known:
         return ""
     gaps = [(before + 1, first - 1) for (_, before), (first, _) in itertools.pairwise([(-1, -1), *known])]
-    # The first step after a restart is in no line, too.
-    said = [
-        f"{_steps_of(*gap)} ({'start-up' if gap[1] - gap[0] < _START_STEPS else 'not in the journal'})"
-        for gap in gaps
-        if gap[0] <= gap[1]
-    ]
+    said = [f"{_steps_of(*gap)} ({_why_left_out(*gap)})" for gap in gaps if gap[0] <= gap[1]]
     last, newest, late = known[-1][1], record.newest_step, ""
     if newest is not None and newest > last:
         late = f"{_steps_of(last + 1, newest)} (not reported by all ranks before the end)"
     return ", ".join(filter(None, (listed(said), late)))
+
+
+def _why_left_out(first: int, last: int) -> str:
+    # The first step after a restart is in no line, too.
+    if last - first < _START_STEPS:
+        return "start-up"
+    return "not in the journal" if first else "before this journal"
 
 
 def _ranges(record: RunRecord) -> list[tuple[int, int]]:
@@ -266,13 +268,6 @@ def loss_note(*records: RunRecord) -> tuple[str, ...]:
         return ()
     of_runs = f" of {listed(names)}" if len(records) > 1 else ""
     return (f"no loss was reported{of_runs}; attachment.observe(loss=loss) in the training loop reports it",)
-
-
-def duration_s(record: RunRecord) -> float:
-    """Return the seconds from the first to the last line of the run's files."""
-    lines = [line["time"] for line in (*record.decisions, *record.outcomes, *record.progress)]
-    ends = [*lines, *(line.time for line in record.steps)]
-    return max(0.0, max(ends) - record.start_time) if ends else 0.0
 
 
 def world_size(record: RunRecord) -> int | None:

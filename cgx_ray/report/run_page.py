@@ -18,7 +18,6 @@ from cgx_ray.report.run_facts import (
     between_share,
     counted_steps,
     dense_of,
-    duration_s,
     left_out_steps,
     loss_note,
     mean_parts,
@@ -85,7 +84,7 @@ def _comparison(records: Sequence[RunRecord], dense: RunRecord | None, extras: E
         row = [
             record.name,
             str(sum(span.num_steps for span in found)),
-            format_seconds(duration_s(record)),
+            format_seconds(record.duration_s),
             f"{step_s:.3g} s" if step_s is not None else "-",
             f"{gained.ratio:.2f}x" if gained is not None and not gained.is_predicted else "-",
             str(num_changes(record)),
@@ -144,7 +143,7 @@ def _what_and_where(record: RunRecord) -> str:
         texts.append(f"A training with {format_count(ranks, 'rank')}.")
     found = spans(record)
     begin = datetime.fromtimestamp(record.start_time, UTC)
-    texts.append(f"It began on {begin:%Y-%m-%d %H:%M:%S} UTC and took {format_seconds(duration_s(record))}")
+    texts.append(f"It began on {begin:%Y-%m-%d %H:%M:%S} UTC and trained for {format_seconds(record.duration_s)}")
     if found:
         left_out = left_out_steps(record)
         num_steps = format_count(sum(span.num_steps for span in found), "step")
@@ -176,7 +175,7 @@ def _numbers(record: RunRecord, gained: SpeedUp | None, extras: Extras) -> list[
         pairs.append(("cost so far", f"{cost:.4g} USD"))
         if gained is not None:
             # The time between steps stays as it is.
-            longer = 1 + (gained.ratio - 1) * min(steps_s(found) / duration_s(record), 1.0)
+            longer = 1 + (gained.ratio - 1) * min(steps_s(found) / record.duration_s, 1.0)
             predicted = ", predicted" if gained.is_predicted else ""
             pairs.append((f"with dense gradients{predicted}", f"{cost * longer:.4g} USD"))
     return pairs
@@ -185,7 +184,7 @@ def _numbers(record: RunRecord, gained: SpeedUp | None, extras: Extras) -> list[
 def _cost(record: RunRecord, extras: Extras, ranks: int | None) -> float | None:
     if extras.usd_per_hour is None or ranks is None:
         return None
-    return extras.usd_per_hour * ranks * duration_s(record) / 3600
+    return extras.usd_per_hour * ranks * record.duration_s / 3600
 
 
 def _decisions(record: RunRecord) -> Markup:

@@ -147,12 +147,24 @@ def test_the_report_of_a_folder_with_one_run_lies_beside_that_run(tmp_path: Path
 
 def test_the_time_before_a_later_start_is_no_step(tmp_path: Path) -> None:
     journal = train(tmp_path / "run", 0.1) / "decisions.jsonl"
+    once_s = load_run(journal.parent).duration_s
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     later = [line | {"time": line["time"] + 1000} for line in lines]
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines + later))
-    steps = draw_runs([load_run(journal.parent)], title="").axes[0].get_lines()[0]
+    record = load_run(journal.parent)
+    steps = draw_runs([record], title="").axes[0].get_lines()[0]
     gaps = [at for at, seconds in steps.get_xydata() if math.isnan(seconds)]
     assert gaps == [pytest.approx(later[0]["time"] - lines[0]["time"])]
+    assert record.duration_s == pytest.approx(2 * once_s)
+    assert view_of_record(record).elapsed_s == record.duration_s
+
+
+def test_a_run_that_goes_on_in_another_folder_names_the_steps_before(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.step = 150
+    run.run(20)
+    run.loop.end(100.0)
+    assert report(tmp_path)[2]["left_out_steps"].startswith("0 to 150 (before this journal)")
 
 
 def test_a_journal_stands_for_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
