@@ -89,6 +89,9 @@ class CodecSpec:
         """Read `"qsgd"`, `"qsgd:bits=4,bucket_size=128"` or `"topk:density=0.01,value_bits=16"`."""
         if not isinstance(text, str):
             raise ConfigError(f"codec {text!r} is not allowed; give text such as 'qsgd:bits=4' or a CodecSpec")
+        alone, over, scheme = text.partition(" over ")
+        if over:
+            raise ConfigError(f"codec {text!r} has a scheme, too; give them apart: codec={alone!r}, scheme={scheme!r}")
         name, _, rest = text.partition(":")
         name = name.strip()
         known = record_of(name).parameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 from cgx_ray.errors import ConfigError, names_arguments
 from cgx_ray.plan.built_in import BUILT_IN
@@ -141,6 +141,11 @@ class Option:
         """Return the same option with its codec on `device`; plain dense and hierarchical options as they are."""
         device = _member(Device, device, str(self))
         return replace(self, device=device) if self.has_choice_of_device else self
+
+    @staticmethod
+    def is_text(given: object) -> TypeGuard[str]:
+        """Return whether `given` is text with a scheme, for `parse`; text of a codec alone is not."""
+        return isinstance(given, str) and (" over " in given or given.startswith(Scheme.DENSE))
 
     @classmethod
     def parse(cls, text: str) -> Option:

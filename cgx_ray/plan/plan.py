@@ -362,6 +362,8 @@ def as_option(given: Given, intra: Intra | str = Intra.FLAT) -> Option:
     """Return an Option from objects or text. `intra`: the default of its third part. A codec gets its usual scheme."""
     if isinstance(given, Option):
         return given
+    if Option.is_text(given):
+        return Option.parse(given)
     if isinstance(given, str | CodecSpec):
         codec = given if isinstance(given, CodecSpec) else CodecSpec.parse(given)
         return Option(codec=codec, scheme=preferred_scheme(codec))

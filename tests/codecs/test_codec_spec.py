@@ -71,6 +71,7 @@ def test_a_plan_shows_what_it_is() -> None:
         ("QSGD", "unknown codec 'QSGD'; did you mean 'qsgd'?"),
         ("qsgd bits=4, bucket_size=64", "did you mean 'qsgd:bits=4,bucket_size=64'?"),
         ("topk 1 %", "unknown codec 'topk 1 %'; parameters come after a colon, such as 'topk:density=0.01'"),
+        ("qsgd:bits=4 over sra", "has a scheme, too; give them apart: codec='qsgd:bits=4', scheme='sra'"),
         ("none 1", "unknown codec 'none 1'; codec none has no parameters"),
         ("qsgd:bits:4", "codec qsgd has no bits:4; did you mean 'bits=4'?"),
         ("qsgd:4", "codec qsgd has no 4; did you mean 'bits=4'? it takes bits, bucket_size, grid, rounding"),

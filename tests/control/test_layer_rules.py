@@ -77,6 +77,7 @@ def test_with_rules_for_all_layers_nothing_is_left_to_decide(tmp_path: Path) -> 
 def test_the_best_plan_with_rules_is_the_best_of_the_layers_left() -> None:
     layers = tuple(Layer(name=f"layer{i}", numel=300_000 + 1_000 * i, ndim=2) for i in range(6))
     settings = Settings(overrides={"layer5": "none", "layer2": ("topk:density=0.01", "allgather")})
+    assert Settings(overrides={"layer5": "dense", "layer2": "topk:density=0.01 over allgather"}) == settings
     first = settings.first_plan(layers, 4, 1 << 40)
     measured = Measured(
         layers=layers,

@@ -326,14 +326,12 @@ def as_codec(given: CodecSpec | str) -> CodecSpec:
 
 def as_candidate(given: Given) -> CodecSpec | Option:
     """Read a codec, or an option, which is a tuple or the text of one."""
-    if isinstance(given, str) and (" over " in given or given.startswith(Scheme.DENSE)):
-        return Option.parse(given)
-    if isinstance(given, str) and given in tuple(Scheme):
+    if isinstance(given, str) and not Option.is_text(given) and given in tuple(Scheme):
         raise ConfigError(
             f"candidate {given!r} is a scheme; give its codec with it, such as ('qsgd:bits=4', {given!r}), or the "
             "codec alone for all schemes"
         )
-    return as_codec(given) if isinstance(given, str | CodecSpec) else as_option(given)
+    return as_option(given) if Option.is_text(given) or not isinstance(given, str | CodecSpec) else as_codec(given)
 
 
 def options_from(candidates: Iterable[Given]) -> tuple[Option, ...]:
