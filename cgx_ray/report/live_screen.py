@@ -115,7 +115,7 @@ def plain_line(view: LiveView) -> str:
     split = ", ".join(f"{part} {format_seconds(seconds)}" for part, seconds in slowest.parts.items())
     parts = [
         f"{view.name}: step {_step_of(view)}",
-        f"loss {view.loss:.3f}" if view.loss is not None else "",
+        view.loss_text,
         f"{format_seconds(slowest.step_s)} per step{f' ({split})' if split else ''}",
         *view.pace[1:],
         view.speed or "",
@@ -138,8 +138,7 @@ def draw_view(view: LiveView) -> Panel:
         if view.loss is not None:
             table.add_row("loss", f"{view.loss:.3f}")
     elif view.step is not None:
-        loss = (f"loss {view.loss:.3f}",) if view.loss is not None else ()
-        table.add_row("step", ", ".join((str(view.step), *view.pace, *loss)))
+        table.add_row("step", ", ".join(filter(None, (str(view.step), *view.pace, view.loss_text))))
     if view.plan is not None:
         table.add_row("plan", Text(printable(view.plan), style="bold"))
     if view.speed is not None:

@@ -53,6 +53,7 @@ class LiveView:
     """A training at this moment.
 
     num_steps  of the whole training; None if unknown
+    loss       at `loss_step`; None if none was reported
     speed      against dense, and the share of the time between steps, in words; None if both are unknown
     elapsed_s  of training, without the time between a run and one that goes on in its folder; None if unknown
     links      lines of text
@@ -64,6 +65,7 @@ class LiveView:
     step: int | None
     num_steps: int | None = None
     loss: float | None = None
+    loss_step: int | None = None
     plan: str | None = None
     ranks: tuple[RankLine, ...] = ()
     speed: str | None = None
@@ -71,6 +73,13 @@ class LiveView:
     links: tuple[str, ...] = ()
     decisions: tuple[DecisionLine, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def loss_text(self) -> str:
+        """The loss in words, with its step if that is not the newest one; "" if it is unknown."""
+        if self.loss is None:
+            return ""
+        return f"loss {self.loss:.3f}" + (f" at step {self.loss_step}" if self.loss_step != self.step else "")
 
     @property
     def pace(self) -> tuple[str, ...]:
@@ -86,6 +95,8 @@ def view_of_record(record: RunRecord, *, num_steps: int | None = None, links: Se
     # A run without the history of the one before numbers its plans anew.
     own = [line for line in record.decisions if not record.starts or line["time"] >= record.starts[-1]["time"]]
     ranks: tuple[RankLine, ...]
+    loss: float | None
+    loss_step: int | None
     lines = [*record.progress, *record.decisions]
     newest = max(lines, key=lambda line: line["time"]) if lines else None
     if last_step is not None:
@@ -93,16 +104,19 @@ def view_of_record(record: RunRecord, *, num_steps: int | None = None, links: Se
         version = last_step.plan_version
         ranks = (RankLine(name="rank 0", node="", step_s=last_step.step_s, parts=_step_parts(last_step)),)
         step: int | None = last_step.step
+        loss, loss_step = last_step.loss, step
     else:
         plan, version = (plan_in_force(record) or {}).get("plan"), _version_in_force(record)
         ranks = tuple(_progress_line(line) for line in record.progress[-1:])
         step = newest["step"] if newest is not None else None
+        loss, loss_step = _reported_loss(record.progress)
     return LiveView(
         name=record.name,
         is_running=record.end is None and not record.is_ended,
         step=step,
         num_steps=num_steps,
-        loss=last_step.loss if last_step is not None else _reported_loss(record),
+        loss=loss,
+        loss_step=loss_step,
         plan=plan and plan + _next_plan(own, version),
         ranks=ranks,
         speed=_speed(record.progress, record.progress[-1].get("speed_up") if record.progress else None),
@@ -129,6 +143,7 @@ def view_of_controller(found: Mapping[str, Any]) -> LiveView:
         notes.append(f"{found['num_silent_nodes']} nodes no longer answer the others")
     notes += drift_note([line for line in journal if line["event"] == "drift"])
     notes += _fault_note([line for line in journal if line["event"] == "fault"])
+    loss, loss_step = _reported_loss(by_event["progress"])
     return LiveView(
         name=found["run"],
         is_running=True,
@@ -144,7 +159,8 @@ def view_of_controller(found: Mapping[str, Any]) -> LiveView:
             )
             for rank in found["ranks"]
         ),
-        loss=next((line["loss"] for line in reversed(by_event["progress"]) if line.get("loss") is not None), None),
+        loss=loss,
+        loss_step=loss_step,
         speed=_speed(by_event["progress"], found["speed_up"]),
         elapsed_s=found.get("elapsed_s"),
         links=(*_estimated_links(found, found.get("link", "network")), *map(_node_line, found["nodes"])),
@@ -273,9 +289,10 @@ def _step_parts(step: StepLine) -> dict[str, float]:
     return {part: seconds for part, seconds in parts.items() if seconds is not None}
 
 
-def _reported_loss(record: RunRecord) -> float | None:
-    """Return the loss of the newest progress line that has one."""
-    return next((line["loss"] for line in reversed(record.progress) if line.get("loss") is not None), None)
+def _reported_loss(progress: Sequence[Mapping[str, Any]]) -> tuple[float, int] | tuple[None, None]:
+    """Return the loss of the newest progress line that has one, and its step."""
+    newest = next((line for line in reversed(progress) if line.get("loss") is not None), None)
+    return (newest["loss"], newest["step"]) if newest is not None else (None, None)
 
 
 def _progress_line(line: Mapping[str, Any]) -> RankLine:

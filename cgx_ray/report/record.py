@@ -154,11 +154,11 @@ class RunRecord:
     @property
     def duration_s(self) -> float:
         """Seconds from the first to the last line of each worker group, together: without the time between them."""
-        lines = [line["time"] for line in (*self.decisions, *self.outcomes, *self.progress)]
+        lines: list[float] = [line["time"] for line in (*self.decisions, *self.outcomes, *self.progress)]
         times = sorted([*lines, *(line.time for line in self.steps)])
         if not times:
             return 0.0
-        begins = [self.start_time, *(start["time"] for start in self.starts[1:]), math.inf]
+        begins: list[float] = [self.start_time, *(start["time"] for start in self.starts[1:]), math.inf]
         ends = [times[: bisect_left(times, later)][-1:] or [begin] for begin, later in itertools.pairwise(begins)]
         return sum(max(0.0, end - begin) for begin, [end] in zip(begins, ends, strict=False))
 

@@ -166,6 +166,7 @@ def test_a_view_has_steps_per_second_elapsed_time_speed_and_loss(tmp_path: Path)
     view = view_of_controller(found)
     text = "\n".join(lines_of(view))
     assert "1.25 steps/s, 1:02:05 elapsed, loss 4.250" in text
+    assert "loss 4.250 at step 1" in "\n".join(lines_of(replace(view, loss_step=1)))
     assert "x as fast as dense" in text
     elapsed = view_of_record(load_run(tmp_path)).elapsed_s
     assert elapsed is not None

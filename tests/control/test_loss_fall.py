@@ -27,9 +27,7 @@ def halving(every: int) -> Callable[[int], float]:
     return lambda step: 4.0 * 0.5 ** (step / every)
 
 
-def start(
-    tmp_path: Path, policy: Adaptive, loss: Callable[[int], float] | None, errors: float = 1.0
-) -> FakeTraining:
+def start(tmp_path: Path, policy: Adaptive, loss: Callable[[int], float] | None, errors: float = 1.0) -> FakeTraining:
     """Start on a slow link, where the codec with the fewest bytes is best. `errors`: times those of the table."""
     loop = ControlLoop(policy, Journal(tmp_path / "decisions.jsonl"))
     codecs = map(str, policy.timed_codecs)
