@@ -63,8 +63,11 @@ def explore(
     scheme: Scheme | str | None,
     iterations: int,
     group_bytes: int,
+    since: Exploration | None,
 ) -> Exploration:
     """Train `iterations` steps with each candidate from the same state, and put the knee's plan in force.
+
+    With `since` in force, the knee of it is tried first: if its gain and exchange time are as they were, that is all.
 
     Flexible Communication, section 3-E. Arguments and errors are those of `Attachment.explore`.
     """
@@ -90,13 +93,20 @@ def explore(
         Option(codec=spec, scheme=Scheme(scheme) if scheme is not None else preferred_scheme(spec)) for spec in specs
     ]
 
+    def tried(option: Option) -> Trial:
+        with _restored(engine, stateful), engine.metered([option.codec], GAIN_INTERVAL_STEPS):
+            own = _measure(engine, step, iterations, option)
+        return _trial(option, own, group, iterations)
+
+    if since is not None and since.plan == engine.plan:
+        now = tried(Option(codec=since.knee.codec, scheme=since.knee.scheme))
+        if not since.knee.has_changed(now):
+            return since
     trials = []
     for option, plan in zip(options, plans, strict=True):
         with _restored(engine, stateful):
             _enter(engine, plan, step)
-        with _restored(engine, stateful), engine.metered([option.codec], GAIN_INTERVAL_STEPS):
-            own = _measure(engine, step, iterations, option)
-        trials.append(_trial(option, own, group, iterations))
+        trials.append(tried(option))
     best = knee(trials)
     with _restored(engine, stateful):
         _enter(engine, replace(plans[trials.index(best)], version=engine.plan.version + 1), step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cgx_ray
 from cgx_ray.plan import CodecSpec, Option, Scheme
+from cgx_ray.planner.papers import flexible
+from cgx_ray.planner.papers.flexible import Trial
 from cgx_ray.session.attachment import process
 from cgx_ray.session.explore import Exploration, _measure
 from cgx_ray.session.settings import Settings
@@ -68,6 +71,14 @@ def _explore(rank: int) -> dict[str, Any]:
     before = run.digest(attachment)
     stateful = [run.model, run.optimizer, run.schedule]
     found = attachment.explore(stateful, run.step, candidates=CANDIDATES, iterations=4)
+    # However long exchanges take here.
+    flexible.LINK_TRIGGER = 1e9
+    again = attachment.explore(stateful, run.step, candidates=CANDIDATES, iterations=4, since=found)
+    assert again is found
+    assert attachment.plan == found.plan
+    flexible.GAIN_TRIGGER = -1.0
+    anew = attachment.explore(stateful, run.step, candidates=CANDIDATES, iterations=4, since=found)
+    assert anew.plan.version == attachment.plan.version == found.plan.version + 4
     after = run.digest(attachment)
     errors = []
     for step, iterations in ((lambda index: None, 4), (run.step, 1)):
@@ -75,7 +86,7 @@ def _explore(rank: int) -> dict[str, Any]:
             attachment.explore(stateful, step, iterations=iterations)
         errors.append(str(caught.value))
     process.session = SimpleNamespace(settings=Settings())  # type: ignore[assignment]
-    with pytest.raises(cgx_ray.ConfigError, match=r"with policy Adaptive.* the controller chooses plans"):
+    with pytest.raises(cgx_ray.ConfigError, match=r"policy Adaptive.* chooses plans itself"):
         attachment.explore(stateful, run.step)
     process.session = None
     run.step(3)
@@ -104,7 +115,20 @@ def test_exploration_leaves_no_trace_but_the_plan_of_the_knee() -> None:
     assert found.plan.version == 4
     assert "0 times" in first["errors"][0]
     assert "iterations 1 is not allowed" in first["errors"][1]
-    assert first["last"] == (3, 4)
+    assert first["last"] == (3, 8)
+
+
+def test_a_trigger_fires_at_another_gain_or_another_exchange_time() -> None:
+    trial = Trial(codec=CodecSpec.parse(CANDIDATES[0]), scheme=Scheme.ALLGATHER, codec_s=1, exchange_s=2, gain=0.5)
+    for gain, exchange_s, has_changed in (
+        (0.54, 2.4, False),
+        (0.46, 1.7, False),
+        (0.56, 2.0, True),
+        (0.44, 2.0, True),
+        (0.5, 2.6, True),
+        (0.5, 1.5, True),
+    ):
+        assert trial.has_changed(replace(trial, gain=gain, exchange_s=exchange_s)) == has_changed
 
 
 def _refused(attachment: cgx_ray.Attachment, run: Run, **arguments: Any) -> str:

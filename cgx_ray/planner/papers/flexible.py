@@ -78,6 +78,10 @@ class Trial:
         """Codec time, exchange time and 1 / gain; smaller is better."""
         return self.codec_s, self.exchange_s, 1 / self.gain
 
+    def has_changed(self, now: Trial) -> bool:
+        """Return whether a trigger fires: the same codec has another gain `now`, or another exchange time."""
+        return _is_other_gain(self.gain, now.gain) or _is_other_link(self.exchange_s, now.exchange_s)
+
 
 def predict(
     network: Network,
@@ -331,6 +335,14 @@ def choose(
     return knee([trial(density) for density in densities])
 
 
+def _is_other_gain(chosen: float, now: float) -> bool:
+    return abs(now / chosen - 1) > GAIN_TRIGGER
+
+
+def _is_other_link(chosen: float, now: float) -> bool:
+    return not chosen / (1 + LINK_TRIGGER) <= now <= chosen * (1 + LINK_TRIGGER)
+
+
 class FlexibleLoop:
     """The paper's loop: `groups` returns the plan of the moment, the same as before until a trigger fires."""
 
@@ -355,7 +367,9 @@ class FlexibleLoop:
     def _is_other(self, chosen: Trial, link: Link, gain: Callable[[Option], float]) -> bool:
         """Return whether a trigger fires: another gain of the option in use, or another link."""
         assert self._link is not None
-        alpha, beta = link.alpha_s / self._link.alpha_s, link.beta_s_per_byte / self._link.beta_s_per_byte
-        is_same_link = all(1 / (1 + LINK_TRIGGER) < ratio < 1 + LINK_TRIGGER for ratio in (alpha, beta))
         is_now = gain(Option(codec=chosen.codec, scheme=chosen.scheme))
-        return abs(is_now / chosen.gain - 1) > GAIN_TRIGGER or not is_same_link
+        return (
+            _is_other_gain(chosen.gain, is_now)
+            or _is_other_link(self._link.alpha_s, link.alpha_s)
+            or _is_other_link(self._link.beta_s_per_byte, link.beta_s_per_byte)
+        )
