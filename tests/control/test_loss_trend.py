@@ -14,7 +14,8 @@ from cgx_ray.control.gains.loss_trend import MAX_LOSSES, MIN_LOSSES, RATE_STEPS,
 from cgx_ray.control.joined_steps import join
 from cgx_ray.control.learned.measured import compressing_options
 from cgx_ray.monitors.sample import node_steps
-from cgx_ray.plan import Option
+from cgx_ray.plan import CodecSpec, Option
+from cgx_ray.planner.candidates import codec_options
 
 SLOW_GBPS = 0.1
 
@@ -206,11 +207,12 @@ def test_a_change_of_the_learning_rate_by_two_or_more_starts_a_learning_phase() 
 
 
 def test_after_the_learning_rate_falls_tenfold_only_options_that_keep_much_are_taken_up(tmp_path: Path) -> None:
+    without_qsgd = codec_options(map(CodecSpec.parse, ("bf16", "topk:density=0.1", "topk:density=0.01")))
+
     def codecs(lr: float) -> set[str]:
         folder = tmp_path / str(lr)
         folder.mkdir()
-        run = start(folder, min_gain=0.6)
-        run.gain |= {"qsgd:bits=4,bucket_size=128": 0.5}
+        run = start(folder, min_gain=0.6, options=without_qsgd)
         run.gbps, run.lr = 100.0, 0.1
         run.run(40)
         run.gbps, run.lr = SLOW_GBPS, lr

@@ -171,10 +171,8 @@ def test_plans_that_ran_with_a_banned_option_or_one_that_keeps_too_little_are_no
     assert banned.predicted.groups != groups(QSGD)
     little = replace(asked.planner_input.now, gain={str(QSGD.codec): 0.5, str(BF16.codec): 1.0})
     planner_input = replace(asked.planner_input, now=little, states=[little])
-    lossy = Adaptive(candidates=[QSGD, BF16]).decide(replace(asked, planner_input=planner_input))
-    assert QSGD not in {group.option for group in lossy.predicted.groups} or predict(
-        little, lossy.predicted.groups
-    ).efficiency == pytest.approx(1.0, abs=0.01)
+    lossy = Adaptive(candidates=[QSGD, BF16], max_loss=1.01).decide(replace(asked, planner_input=planner_input))
+    assert QSGD not in {group.option for group in lossy.predicted.groups}
 
 
 def test_the_journal_holds_the_plans_that_ran() -> None:
