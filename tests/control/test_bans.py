@@ -148,7 +148,7 @@ def test_an_option_that_keeps_less_in_use_is_left_and_not_tried_again_but_its_co
 
 
 def test_a_quantizer_whose_measured_loss_counts_does_not_fall_with_its_gain(tmp_path: Path) -> None:
-    """qsgd with 3 bits makes errors of up to 15 % in the runs that measured its loss, and loses more with larger ones."""
+    """qsgd with 3 bits makes errors of up to 15 % in the runs that measured its loss; larger ones cost more of it."""
     options = codec_options([CodecSpec(name="qsgd", bits=3, bucket_size=128)])
     run = start(tmp_path, options=options)
     run.gbps, run.gain = 0.1, {"qsgd:bits=3,bucket_size=128": 0.99}

@@ -22,7 +22,7 @@ from cgx_ray.control.policies.policy import PlannerInput, Situation
 from cgx_ray.plan import DENSE, Option, Plan, make_plan
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.planned_group import PlannedGroup, groups_of
-from cgx_ray.planner.prediction import Measured, predict
+from cgx_ray.planner.prediction import Measured
 
 QSGD = Option.parse("qsgd:bits=4,bucket_size=128 over sra")
 BF16 = Option.parse("bf16 over sra")
