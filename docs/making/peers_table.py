@@ -46,26 +46,28 @@ def tables(cells: list[tuple[PeerCell, CellTimes]]) -> str:
     """Return what was measured where, a table with a row per cell, and one with a row per way."""
     letters = [chr(ord("A") + index) for index in range(len(cells))]
     times = [time for _, time in cells]
-    rows = [["", "model", "network", "f", "DDP", "exchange", "best other of its accuracy", "over its bound"]]
+    rows = [["", "model", "network", "f", "DDP", "exchange", "joint", "best other of its accuracy", "over its bound"]]
     rows.append(["---"] * len(rows[0]))
     for letter, (cell, time) in zip(letters, cells, strict=True):
         best, bound = time.best(with_engine=True), f"{time.over_limit:.2f}"
         network = f"{format_rate(cell.rate_bit_per_s)}, {format_seconds(cell.latency_s)}"
         ddp_s, share = format_seconds(time.ways[DDP.name].median_s), f"{time.exchange_share:.0%}"
         other = f"{best}, {time.ratio(best):.2f}"
-        rows.append([letter, cell.model, network, f"{time.divisor:g}", ddp_s, share, other, bound])
+        plan = time.ways[JOINT.name].plan or ""
+        rows.append([letter, cell.model, network, f"{time.divisor:g}", ddp_s, share, plan, other, bound])
     ways = [["way", "accuracy", *letters], ["---"] * (2 + len(letters))]
     for name in WAYS:
         shown = [f"{time.ratio(name):.2f}" if name in time.ways else "" for time in times]
         if any(shown):
             ways.append([f"**{name}**" if name == JOINT.name else name, ACCURACY_OF.get(name, "limit"), *shown])
-    machines = dict.fromkeys(f"{time.machine['cpu']}, {time.machine['cores']} cores, {time.date}" for time in times)
+    machines = sorted({f"{time.machine['cpu']}, {time.machine['cores']} cores" for time in times})
+    dates = [time.date for time in times]
     spread = median(
         (way.quartiles_s[1] - way.quartiles_s[0]) / way.median_s for time in times for way in time.ways.values()
     )
     head = f"{times[0].num_ranks} ranks, medians of {min(time.num_rounds for time in times)} rounds or more;"
     return (
-        f"{head} {'; '.join(machines)}.\nThe middle half of a way's steps spreads over {spread:.1%} of its time.\n\n"
+        f"{head} {'; '.join(machines)}; {min(dates)} to {max(dates)}.\nThe middle half of a way's steps spreads over {spread:.1%} of its time.\n\n"
         f"{''.join(_lines(rows))}\nGoals of joint: {DDP_GOAL} of DDP, {BEST_GOAL} of the best other; over its bound "
         f"{LIMIT_GOALS['median']} in the median cell,\n{LIMIT_GOALS['worst']} in the worst. Seconds over those of "
         f"plain DDP:\n\n{''.join(_lines(ways))}"
