@@ -30,15 +30,12 @@ ROUNDING = 1e-9
 DENSITIES = (0.1, 0.01)
 OPTIONS = candidate_options(DENSITIES)
 QSGD = Option(codec=CodecSpec(name="qsgd"), scheme=Scheme.SRA)
+# Its gain says what a step is worth.
+UNMEASURED = CodecSpec(name="qsgd", bucket_size=256)
 TOPK = Option(codec=CodecSpec(name="topk", density=0.01), scheme=Scheme.ALLGATHER)
 COST = CodecCost(encode_a_s=3e-5, encode_b_s_per_element=5e-10, decode_a_s=1e-5, decode_b_s_per_element=2e-10)
 COSTS = {"bf16": COST, "qsgd": COST, "topk": COST}
 GAIN = {"bf16": 1.0, str(QSGD.codec): 0.98, "topk:density=0.1": 0.7, "topk:density=0.01": 0.4}
-
-
-def unmeasured(bits: int) -> CodecSpec:
-    """Return qsgd with buckets whose loss was not measured, so that its gain says what a step is worth."""
-    return CodecSpec(name="qsgd", bits=bits, bucket_size=256)
 
 
 def network(gbps: float, *, num_nodes: int = 8, ranks_per_node: int = 1, latency_ms: float = 0.1) -> Network:
@@ -83,7 +80,7 @@ def test_joint_plan_equals_brute_force_over_all_groupings_options_and_gains(rank
 
 def test_joint_plan_with_errors_by_layer_equals_brute_force_and_one_option_keeps_what_it_keeps_without_them() -> None:
     rng = random.Random(11)
-    options_of_qsgd = [replace(QSGD, codec=unmeasured(bits)) for bits in (2, 3, 4, 8)]
+    options_of_qsgd = [replace(QSGD, codec=UNMEASURED.replace(bits=bits)) for bits in (2, 3, 4, 8)]
     num_mixed = 0
     for case in range(40):
         layers = tuple(
@@ -111,7 +108,7 @@ def test_joint_plan_with_errors_by_layer_equals_brute_force_and_one_option_keeps
 
 def test_a_layer_with_little_error_gets_few_bits_and_one_with_much_error_keeps_more() -> None:
     layers = tuple(Layer(name=name, numel=4_000_000, ndim=2) for name in ("loud", "quiet"))
-    few, more = (replace(QSGD, codec=unmeasured(bits)) for bits in (2, 4))
+    few, more = (replace(QSGD, codec=UNMEASURED.replace(bits=bits)) for bits in (2, 4))
     run = measured(layers, (0.2, 0.2), network(0.05), gain={str(few.codec): 0.08, str(more.codec): 0.98})
     assert {group.option for group in best_plan(run, (few, more)).best.groups} == {more}
     errors = {"loud": 99.0, "quiet": 1.0}
@@ -133,7 +130,7 @@ def test_layers_with_known_errors_divide_their_elements_and_the_others_keep_thei
 
 def test_codecs_that_lose_different_layers_may_lose_all_progress_and_are_not_mixed_then() -> None:
     layers = (Layer(name="wide", numel=9_000_000, ndim=2), Layer(name="loud", numel=1_000_000, ndim=2))
-    few = replace(QSGD, codec=unmeasured(2))
+    few = replace(QSGD, codec=UNMEASURED.replace(bits=2))
     run = measured(
         layers,
         (0.0, 0.0),
