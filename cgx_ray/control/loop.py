@@ -45,8 +45,7 @@ from cgx_ray.control.trial.tried_codecs import TriedCodecs
 from cgx_ray.control.worker_group import WorkerGroupState
 from cgx_ray.monitors.sample import Fault, NodeSample
 from cgx_ray.plan import Layer, Plan
-from cgx_ray.planner.planned_group import groups_of
-from cgx_ray.planner.prediction import Measured, predict
+from cgx_ray.planner.prediction import Measured
 
 logger = logging.getLogger(__name__)
 
@@ -343,10 +342,9 @@ class ControlLoop:
     def _disable(self, state: WorkerGroupState, failed: Plan, slowdown: Evidence, at: When) -> Decision:
         """Go back to dense, and remember the errors of `failed` for longer."""
         state.steps.errors.remember_longer()
-        groups = groups_of(failed, self.layers)
         # A plan with nothing but hierarchical groups may leave the link unmeasured. Then the last measurements count.
         measured = state.known()
-        state.failed = predict(measured, groups).describe_options()
+        state.failed = failed.describe()
         reason = f"{state.failed} was {beside_dense(slowdown)}"
         state.counts.add_revert("slower_than_dense")
         return self._apply(state, disable(state, reason), measured, at, "guard", "slower_than_dense")

@@ -27,7 +27,7 @@ from cgx_ray.engine.loss_scale import one_scale
 from cgx_ray.engine.step import Arrived, Content, EarlyGradient, PendingBucket, StepClock, StepRun, StepStart
 from cgx_ray.engine.step_sample import Span, sample_of_step, spans_of_step
 from cgx_ray.engine.step_trace import StepTrace
-from cgx_ray.engine.telemetry import ObservedTraining, Telemetry
+from cgx_ray.engine.telemetry import Observed, ObservedTraining, Telemetry
 from cgx_ray.engine.thread import CLOSE_S, Inbox, WorkThread, follow_num_threads, noting_more, overdue_at_close
 from cgx_ray.errors import CGXError, ReplicaError
 from cgx_ray.monitors.sample import InsideLink, StepSample
@@ -53,7 +53,7 @@ class Engine:
     step         number of the step under way, or of the next one: it goes up before the last bucket goes back
     streams      those of the gradients' device
     trace        gets the spans of every step, if there is one
-    observed     loss and learning rate that the training reports
+    observed     what the training reports: loss, learning rate, pauses
     agreement    its `weight_check`, which has made the hashes that `submit` gets, says how much the weights differ
     rounds       follows the period of the plan in force
     sums         for the training thread
@@ -398,15 +398,15 @@ class Engine:
             began_s = self._clock.began_s
             self._clock.restart()
             # What is reported from now on belongs to the next step, and its hooks read its number.
-            loss, lr = self.observed.take()
+            observed = self.observed.take()
             if self._banks.last is self._banks.gradients:
                 # The steps that have made changes were counted when their gradients came.
                 self.step += 1
             step.release()
             self._transport.receive_greetings()
-            self._measure(step, began_s, self._clock.began_s, loss, lr)
+            self._measure(step, began_s, self._clock.began_s, observed)
 
-    def _measure(self, step: StepRun, began_s: float, ended_s: float, loss: float | None, lr: float | None) -> None:
+    def _measure(self, step: StepRun, began_s: float, ended_s: float, observed: Observed) -> None:
         before = self.telemetry.last_step
         if self._banks.last is self._banks.changes and before is not None and before.step == step.number:
             # An optimizer has stepped after the round's end, and nothing else was done.
@@ -414,7 +414,8 @@ class Engine:
         finish_s = step.meter.finish() if step.meter is not None else 0.0
         with self.telemetry.optional("times, bytes and gains", step.number):
             before_s, backward_s = step.first_arrival - began_s, step.last_arrival - step.first_arrival
-            between_s = self._banks.last.pauses.add_step(before_s / step.num_steps, backward_s / step.num_steps)
+            seconds = (one / step.num_steps for one in (before_s, backward_s, observed.pause_s))
+            between_s = self._banks.last.pauses.add_step(*seconds)
             began_s += step.num_steps * between_s
             if step.meter is not None:
                 # As if the step had waited for `finish`.
@@ -424,7 +425,8 @@ class Engine:
                 self.trace.add_step(step.number, self._last_spans, began_s, ended_s)
             sample = sample_of_step(step, self._transport, self.telemetry, began_s, ended_s)
             drift = self.agreement.drift_at(step.number - step.num_steps)
-            sample = replace(sample, between_s=between_s, loss=loss, lr=lr, inside=self._inside, weight_drift=drift)
+            sample = replace(sample, between_s=between_s, loss=observed.loss, lr=observed.lr)
+            sample = replace(sample, inside=self._inside, weight_drift=drift)
             self.telemetry.add_sample(replace(sample, may_train_alone=self.may_train_alone))
 
     def _fail(self, error: BaseException, buckets: Sequence[PendingBucket | StepStart]) -> None:

@@ -70,20 +70,23 @@ class PauseWatch:
     """Finds pauses between steps, such as an evaluation, a checkpoint or a report, beside what each step needs.
 
     Optimizer, data loading and forward come before a step's first gradient. If that takes more than PAUSE_FACTOR times
-    the median of the last steps, the time beyond the median is a pause. A pause in each step is a part of the step.
+    the median of the last steps, the time beyond the median is a pause. A pause in each step is a part of the step,
+    unless it is known.
     """
 
     def __init__(self) -> None:
         self._before_s: deque[float] = deque(maxlen=USUAL_STEPS)
         self._backward_s: deque[float] = deque(maxlen=USUAL_STEPS)
 
-    def add_step(self, before_s: float, backward_s: float) -> float:
-        """Add a step; return the seconds of its pause, 0 if it had none.
+    def add_step(self, before_s: float, backward_s: float, known_s: float) -> float:
+        """Add a step; return the seconds of its pauses, 0 if it had none.
 
         before_s    from the end of the step before to the first gradient
         backward_s  from the first gradient to the last one. A long batch needs more time for both
+        known_s     known pauses of `before_s`
         """
-        pause_s = 0.0
+        pause_s, known_s = 0.0, min(known_s, before_s)
+        before_s -= known_s
         if len(self._before_s) >= LEAST_STEPS:
             usual_s, usual_backward_s = median_low(self._before_s), median_low(self._backward_s)
             if backward_s > usual_backward_s > 0:
@@ -91,7 +94,7 @@ class PauseWatch:
             pause_s = before_s - usual_s if before_s > PAUSE_FACTOR * usual_s else 0.0
         self._before_s.append(before_s)
         self._backward_s.append(backward_s)
-        return pause_s
+        return known_s + pause_s
 
 
 @dataclass(slots=True, kw_only=True)

@@ -44,12 +44,21 @@ class _Reported(NamedTuple):
         return number if math.isfinite(number) else None
 
 
+class Observed(NamedTuple):
+    """Loss and learning rate, None if unknown, and seconds of pauses, since those that were taken before."""
+
+    loss: float | None
+    lr: float | None
+    pause_s: float
+
+
 class ObservedTraining:
-    """The newest loss and learning rate. The training thread adds them, the engine's thread takes them."""
+    """What the training tells of itself. The training thread adds it, the engine's thread takes it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._newest: dict[str, _Reported] = {}
+        self._pause_s = 0.0
 
     def add_report(self, *, loss: SupportsFloat | None, lr: SupportsFloat | None) -> None:
         """Replace what was reported before; None reports nothing. Never waits for a device.
@@ -61,16 +70,22 @@ class ObservedTraining:
         with self._lock:
             self._newest |= reported
 
-    def take(self) -> tuple[float | None, float | None]:
-        """Return loss and learning rate that were reported since the last call.
+    def add_pause(self, seconds: float) -> None:
+        """Add seconds in which the training waited for what is no part of a step."""
+        with self._lock:
+            self._pause_s += seconds
+
+    def take(self) -> Observed:
+        """Return what was added since the last call.
 
         None for what was not reported, is not finite, or is still on its way from a device; a learning rate that is not
         positive counts as not reported.
         """
         with self._lock:
             newest, self._newest = self._newest, {}
+            pause_s, self._pause_s = self._pause_s, 0.0
         loss, lr = (newest[name].read() if name in newest else None for name in ("loss", "lr"))
-        return loss, lr if lr is not None and lr > 0 else None
+        return Observed(loss, lr if lr is not None and lr > 0 else None, pause_s)
 
 
 def _reported(name: str, value: SupportsFloat) -> _Reported:

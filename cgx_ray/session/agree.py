@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from cgx_ray.collectives.transport.transport import Transport
 from cgx_ray.errors import CGXError, ConfigError, PlanError
 from cgx_ray.plan import Layer, Plan
 from cgx_ray.session.settings import VARIABLE, Settings
+from cgx_ray.torch_compat import is_registered
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,3 +120,21 @@ def agree(layers: Sequence[Layer], offer: str | None, gather: Gatherer, paramete
     plan = Plan.from_json(text)
     plan.check(known[0][0], len(known))
     return plan
+
+
+def destroy_groups(groups: Sequence[dist.ProcessGroup]) -> None:
+    """End process groups, without those that torch has destroyed."""
+    for group in groups:
+        if is_registered(group):
+            dist.destroy_process_group(group)
+
+
+@contextmanager
+def own_groups() -> Iterator[list[dist.ProcessGroup]]:
+    """Give a list for new process groups. They are destroyed if an error leaves the block."""
+    groups: list[dist.ProcessGroup] = []
+    try:
+        yield groups
+    except BaseException:
+        destroy_groups(groups)
+        raise

@@ -30,8 +30,8 @@ from cgx_ray.errors import CGXError, ConfigError, names_arguments, unknown
 from cgx_ray.logs import show_lines
 from cgx_ray.plan import CodecSpec, Plan, Scheme
 from cgx_ray.session import ddp
-from cgx_ray.session.agree import GatheredGroup, agree_on_settings, watch
-from cgx_ray.session.attachment import Attachment, own_groups, process
+from cgx_ray.session.agree import GatheredGroup, agree_on_settings, own_groups, watch
+from cgx_ray.session.attachment import Attachment, process
 from cgx_ray.session.lines import end_line, start_line
 from cgx_ray.session.local_control import LocalControl
 from cgx_ray.session.settings import (

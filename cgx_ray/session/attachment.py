@@ -6,8 +6,7 @@ import atexit
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
@@ -27,12 +26,12 @@ from cgx_ray.errors import ConfigError, PlanError, names_arguments
 from cgx_ray.monitors.endpoint import Endpoint
 from cgx_ray.monitors.sample import Fault, StepSample
 from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Plan, Scheme, as_plan
+from cgx_ray.session.agree import destroy_groups
 from cgx_ray.session.explore import CANDIDATES, Exploration, Stateful, explore
 from cgx_ray.session.own_folder import OwnFolder
 from cgx_ray.session.protocol import Session
 from cgx_ray.session.served_metrics import ServedMetrics
 from cgx_ray.session.states import CHANGES, ROUND, STATE_FORMAT, check_own, named_as, no_memory, own_place, state_of
-from cgx_ray.torch_compat import is_registered
 
 if TYPE_CHECKING:
     from cgx_ray.session.local_control import LocalControl
@@ -181,6 +180,11 @@ class Attachment:
         """
         if self._engine is not None:
             self._engine.observed.add_report(loss=loss, lr=lr)
+
+    def add_pause(self, seconds: float) -> None:
+        """Tell of seconds between two steps in which the training waited for something else: they are in no step."""
+        if self._engine is not None:
+            self._engine.observed.add_pause(seconds)
 
     def explore(
         self,
@@ -383,7 +387,7 @@ class Attachment:
             if self._lifeline is not None:
                 self._lifeline.close()
             groups, self._groups = self._groups, ()
-            _destroy(groups)
+            destroy_groups(groups)
 
     def _begin_to_close(self) -> None:
         """Leave the rest to another thread: Python collects on any thread, whatever locks that holds."""
@@ -430,21 +434,3 @@ class ProcessState:
 
 
 process = ProcessState()
-
-
-def _destroy(groups: Sequence[dist.ProcessGroup]) -> None:
-    for group in groups:
-        # destroy_process_group() without arguments has destroyed it already.
-        if is_registered(group):
-            dist.destroy_process_group(group)
-
-
-@contextmanager
-def own_groups() -> Iterator[list[dist.ProcessGroup]]:
-    """Give a list for new process groups. They are destroyed if an error leaves the block."""
-    groups: list[dist.ProcessGroup] = []
-    try:
-        yield groups
-    except BaseException:
-        _destroy(groups)
-        raise

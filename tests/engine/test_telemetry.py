@@ -181,21 +181,30 @@ def test_an_error_of_what_is_measured_of_shards_is_said_once() -> None:
 def test_what_exceeds_twice_the_usual_time_before_backward_is_a_pause() -> None:
     watch = PauseWatch()
     # The first steps tell what is usual: the first one of all loads data and compiles.
-    assert [watch.add_step(before_s, 2.0) for before_s in (60.0, 1.0, 1.0, 1.0, 1.9)] == [0.0] * 5
-    assert watch.add_step(31.0, 2.0) == 30.0
+    assert [watch.add_step(before_s, 2.0, 0.0) for before_s in (60.0, 1.0, 1.0, 1.0, 1.9)] == [0.0] * 5
+    assert watch.add_step(31.0, 2.0, 0.0) == 30.0
     # A batch that is three times as long needs three times as long for both.
-    assert watch.add_step(3.0, 6.0) == 0.0
-    assert [watch.add_step(1.0, 2.0) for _ in range(5)] == [0.0] * 5
-    assert watch.add_step(33.0, 6.0) == 30.0
+    assert watch.add_step(3.0, 6.0, 0.0) == 0.0
+    assert [watch.add_step(1.0, 2.0, 0.0) for _ in range(5)] == [0.0] * 5
+    assert watch.add_step(33.0, 6.0, 0.0) == 30.0
     # Pauses before every other step stay pauses; in each step they are a part of it.
-    assert [watch.add_step(before_s, 2.0) > 0 for before_s in (1.25, 9.0) * 50] == [False, True] * 50
-    assert [watch.add_step(9.0, 2.0) > 0 for _ in range(40)][-1] is False
+    assert [watch.add_step(before_s, 2.0, 0.0) > 0 for before_s in (1.25, 9.0) * 50] == [False, True] * 50
+    assert [watch.add_step(9.0, 2.0, 0.0) > 0 for _ in range(40)][-1] is False
 
 
 def test_without_a_time_of_backward_the_time_before_it_tells_alone() -> None:
     watch = PauseWatch()
     # One bucket brings all gradients.
-    assert [watch.add_step(before_s, 0.0) for before_s in (1.0, 1.0, 1.0, 5.0)] == [0.0, 0.0, 0.0, 4.0]
+    assert [watch.add_step(before_s, 0.0, 0.0) for before_s in (1.0, 1.0, 1.0, 5.0)] == [0.0, 0.0, 0.0, 4.0]
+
+
+def test_a_known_pause_is_a_pause_in_each_step_too() -> None:
+    watch = PauseWatch()
+    # As of a report that Ray takes every two seconds.
+    assert [watch.add_step(2.0, 0.5, 1.75) for _ in range(20)] == [1.75] * 20
+    assert watch.add_step(0.25, 0.5, 0.0) == 0.0
+    assert watch.add_step(12.0, 0.5, 1.75) == 11.75
+    assert watch.add_step(0.25, 0.5, 3.0) == 0.25, "known of another step"
 
 
 PAUSE_S = 1.0

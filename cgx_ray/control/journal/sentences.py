@@ -22,6 +22,8 @@ MAX_LINE = 120
 # Share of the time from which a run counts as dense, and of a step from which compute bounds it.
 MOSTLY = 0.85
 DENSE = "dense"
+# Share of the time between steps from which the verdict names it.
+MUCH_BETWEEN = 0.1
 # `made_by` of decisions for a few steps.
 TRIALS = ("codec_trial", "dense_trial", "plan_trial")
 
@@ -99,7 +101,7 @@ class _InForce(NamedTuple):
 
 @dataclass(kw_only=True)
 class RunTotals:
-    """Sums over the steps of a run, from lines of its journal. Times between steps are in none.
+    """Sums over the steps of a run, from lines of its journal. Times between steps are in `between_s` alone.
 
     plan      of the last steps, but for measuring steps; since which step. Ranks get a plan some steps after its
               decision, or never
@@ -123,6 +125,7 @@ class RunTotals:
     measured_s: float = 0.0
     compute_s: float = 0.0
     all_s: float = 0.0
+    between_s: float = 0.0
     is_static: bool = False
     link: str = "network"
     is_in_memory: bool = False
@@ -179,6 +182,7 @@ class RunTotals:
         self._tried = plan.plan if plan is not None and plan.is_trial else ""
         self.num_all += num_steps
         self.all_s += seconds
+        self.between_s += num_steps * entry.get("between_s", 0.0)
         self.compute_s += num_steps * min(entry["compute_s"], entry["step_s"])
         if plan is not None and plan.is_dense:
             # Those that end after the next decision have no speed-up in their line.
@@ -222,6 +226,11 @@ class RunTotals:
 
         beside  mean seconds of a step of this run, and of a run that was dense and trained beside it
         """
+        share = self.between_s / (self.between_s + self.all_s) if self.between_s else 0.0
+        besides = f"; besides, {share:.0%} of the time passed between steps" if share >= MUCH_BETWEEN else ""
+        return f"{self._about_steps(beside)}{besides}"
+
+    def _about_steps(self, beside: tuple[float, float] | None) -> str:
         known = beside or (self.dense_s is not None and (self.step_s, self.dense_s))
         if not known:
             took = f", {format_seconds(self.step_s)} per step" if self.num_all else ""

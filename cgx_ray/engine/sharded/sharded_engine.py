@@ -350,10 +350,10 @@ class ShardedEngine:
             waited_s += self._computed.seconds_since(self._ready)
         now = time.perf_counter()
         with self.telemetry.optional("times and bytes", self.step):
-            between_s = self._pauses.add_step(self._first_s - self._last_end_s, now - self._first_s)
+            loss, lr, pause_s = self.observed.take()
+            between_s = self._pauses.add_step(self._first_s - self._last_end_s, now - self._first_s, pause_s)
             step_s = now - self._last_end_s - between_s
             sample = sample_of_shards(self._exchange, self._rank, self._dense_bytes(self._ran), step_s, waited_s)
-            loss, lr = self.observed.take()
             self.telemetry.add_sample(replace(sample, between_s=between_s, loss=loss, lr=lr))
         self._last_end_s = now
         self._ran, self._has_begun = [], False
