@@ -196,8 +196,13 @@ def add_state(checkpoint: ray.train.Checkpoint | None = None) -> ray.train.Check
     Returns `checkpoint` as it is if no model is attached, or at world size 1 without residuals of a larger worker group
     before. Files of another world size, of a checkpoint whose folder is used again, are removed. Warns if only some
     ranks call it: a restart then begins with the mean of their residuals. Raises StateError if `checkpoint` is not
-    local.
+    local, ConfigError if it is no checkpoint.
     """
+    if not isinstance(checkpoint, ray.train.Checkpoint | None):
+        raise ConfigError(
+            f"add_state got {checkpoint!r}; give a ray.train.Checkpoint, such as Checkpoint.from_directory(folder), or "
+            "None"
+        )
     attachment = process.attachment
     if attachment is None or not attachment.has_state:
         return checkpoint

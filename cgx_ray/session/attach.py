@@ -305,9 +305,8 @@ def _unattached(
     else:
         gather(None)
         if dist.get_rank() == 0:
-            logger.info(
-                "%s=off: torch averages the gradients, as without cgx_ray, and over no simulated link", VARIABLE
-            )
+            missing = "over no simulated link, with no journal"
+            logger.info("%s=off: torch averages the gradients, as without cgx_ray: %s", VARIABLE, missing)
     return attachment
 
 

@@ -70,6 +70,23 @@ def test_a_new_plan_is_one_line_in_plain_words() -> None:
     assert stays == "decided at step 12: stays dense; predicted 600 ms per step; bf16 was 12% slower"
 
 
+def test_a_plan_that_was_too_slow_is_named_with_how_slow_it_was() -> None:
+    plan = "qsgd 4-bit over sra and 1 other"
+    reason = f"{plan} was 3.1 times as slow as dense for the same progress; dense takes 667 ms per step"
+    said = decision_line(decided(plan, "dense", made_by="guard", kind="disable", reason=reason), first_step=1234)
+    assert said == f"from step 1234 on: dense; {plan} was 3.1 times as slow as dense for the same progress"
+
+
+def test_the_verdict_names_much_time_between_steps_and_layers_of_overrides() -> None:
+    lines = started(), decided("dense", QSGD), progress(1, 20, 0.5, 3.0, between_s=0.05)
+    assert "between" not in totals(*lines).verdict()
+    paused = totals(*lines, progress(1, 20, 0.5, 3.0, between_s=0.5)).verdict()
+    assert paused.startswith("3x faster than dense (on average 500 ms instead of 1.5 s per step)")
+    assert paused.endswith("; besides, 35% of the time passed between steps")
+    ruled = totals(started() | {"num_ruled_layers": 2}, *lines[1:]).verdict()
+    assert "1.5 s per step); both with the codecs of overrides= in 2 layers; " in ruled
+
+
 def test_what_has_no_room_in_a_line_is_left_out_whole() -> None:
     groups = "qsgd 2-bit bucket_size=64 over allgather and 1 other, every 32 steps"
     said = decision_line(decided("dense", groups, situation={"cause": "bandwidth fell " * 9}))

@@ -350,7 +350,7 @@ def test_arguments_that_do_not_fit_together_are_refused_on_all_ranks(tmp_path: P
             "unknown policy 'never'; known: adaptive",
             "ranks were given different settings: rank 1 has folder=",
             "1 nodes with up to 2 ranks are too many for decisions without Ray; take at most 0 with 32 each",
-            "with policy Adaptive(fidelity='strict'",
+            "policy Adaptive(fidelity='strict'",
         ),
         strict=True,
     ):

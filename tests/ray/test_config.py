@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
+import ray.train
 import torch
 import torch.distributed as dist
 from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
@@ -26,9 +29,10 @@ from cgx_ray.planner.candidates import candidate_options
 from cgx_ray.planner.fidelity import codecs_of, describe_costs
 from cgx_ray.planner.papers.flexible import CANDIDATE_DENSITIES
 from cgx_ray.ray_train import config as ray_config
+from cgx_ray.ray_train import worker
 from cgx_ray.ray_train.agent_watch import AgentWatch
 from cgx_ray.ray_train.compat import run_facts
-from cgx_ray.ray_train.worker import RaySession, close_ray_session
+from cgx_ray.ray_train.worker import RaySession, close_ray_session, open_ray_session
 from cgx_ray.session.attachment import process
 from cgx_ray.session.calibrate import measure_codecs
 from cgx_ray.session.settings import Settings, make_policy
@@ -122,6 +126,36 @@ def _codecs(settings: Settings) -> set[str]:
     """Return the codecs that the policy of `settings` may choose."""
     options = make_policy(settings).options
     return {str(option.codec) for option in options}
+
+
+def test_seconds_in_a_report_are_told_as_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def report(metrics: dict[str, float], *, fails: bool = False) -> dict[str, float]:
+        time.sleep(0.01)
+        if fails:
+            raise ValueError("metrics")
+        return metrics
+
+    told: list[float] = []
+    monkeypatch.setattr(ray.train, "report", report)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    for name in ("show_lines", "name_lines"):
+        monkeypatch.setattr(worker, name, lambda: None)
+    monkeypatch.setattr(process, "session", None)
+    monkeypatch.setattr(process, "attachment", None)
+    for _ in range(2):
+        open_ray_session(Settings(), None, {}, tmp_path)
+    assert ray.train.report({"loss": 1.0}) == {"loss": 1.0}
+    monkeypatch.setattr(process, "attachment", SimpleNamespace(add_pause=told.append))
+    ray.train.report({"loss": 1.0})
+    with pytest.raises(ValueError, match="metrics"):
+        ray.train.report({}, fails=True)
+    assert len(told) == 2
+    assert min(told) >= 0.01
+
+
+def test_a_state_is_added_to_a_checkpoint_and_to_nothing_else() -> None:
+    with pytest.raises(cgx_ray.ConfigError, match=r"add_state got '/tmp/model'; give a ray.train.Checkpoint"):
+        cgx_ray.add_state("/tmp/model")
 
 
 def test_the_default_chooses_among_codecs_that_keep_the_loss() -> None:

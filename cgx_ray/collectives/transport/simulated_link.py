@@ -28,7 +28,8 @@ class SimulatedLink:
     schedule: tuple[tuple[int, float], ...]
 
     def __post_init__(self) -> None:
-        if not all(isinstance(entry, tuple | list) and len(entry) == 2 for entry in self.schedule):
+        pairs = self.schedule if isinstance(self.schedule, tuple | list) else [()]
+        if not all(isinstance(entry, tuple | list) and len(entry) == 2 for entry in pairs):
             raise ConfigError(
                 f"simulated schedule {self.schedule!r} is not allowed; give pairs of first step and bit/s, such as "
                 "((0, 1e8),)"

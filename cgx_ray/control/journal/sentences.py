@@ -111,6 +111,8 @@ class RunTotals:
               seconds of steps that were dense, of which there are `num_in_dense`
     measured_s
               seconds of others, on networks where dense was measured
+    num_ruled_layers
+              layers with codecs of overrides=, which dense plans have too
     is_in_memory
               the newest decision keeps dense as all ranks are on one machine
     """
@@ -126,6 +128,7 @@ class RunTotals:
     compute_s: float = 0.0
     all_s: float = 0.0
     between_s: float = 0.0
+    num_ruled_layers: int = 0
     is_static: bool = False
     link: str = "network"
     is_in_memory: bool = False
@@ -141,6 +144,7 @@ class RunTotals:
         """Add a line of the journal, in its order. Lines of other events change nothing."""
         if entry["event"] == "start":
             self.is_static = entry["policy"]["kind"] == "static"
+            self.num_ruled_layers = entry.get("num_ruled_layers", 0)
             self.link = entry.get("link") or link_between(entry.get("nodes", ()))
             if entry["plan"].get("version", 0) <= max(self._plans, default=-1):
                 # A run without the history of the one before: its plans have the same numbers.
@@ -255,7 +259,9 @@ class RunTotals:
         said = f"{ratio:{digits}}x faster than {DENSE}"
         if ratio < MAX_SLOWDOWN:
             said = f"{1 / ratio:.2f}x slower than {DENSE}" if ratio < 1 / MAX_SLOWDOWN else f"as fast as {DENSE}"
-        return "; ".join([f"{said} (on average {took} instead of {dense_took} per step)", *self._about_plan()])
+        ruled = format_count(self.num_ruled_layers, "layer")
+        rules = [f"both with the codecs of overrides= in {ruled}"] if self.num_ruled_layers and beside is None else []
+        return "; ".join([f"{said} (on average {took} instead of {dense_took} per step)", *rules, *self._about_plan()])
 
     def _about_plan(self) -> list[str]:
         # Rounds begin later.
