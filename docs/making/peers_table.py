@@ -66,8 +66,9 @@ def tables(cells: list[tuple[PeerCell, CellTimes]]) -> str:
         (way.quartiles_s[1] - way.quartiles_s[0]) / way.median_s for time in times for way in time.ways.values()
     )
     head = f"{times[0].num_ranks} ranks, medians of {min(time.num_rounds for time in times)} rounds or more;"
+    where = f"{'; '.join(machines)}; {min(dates)} to {max(dates)}"
     return (
-        f"{head} {'; '.join(machines)}; {min(dates)} to {max(dates)}.\nThe middle half of a way's steps spreads over {spread:.1%} of its time.\n\n"
+        f"{head} {where}.\nThe middle half of a way's steps spreads over {spread:.1%} of its time.\n\n"
         f"{''.join(_lines(rows))}\nGoals of joint: {DDP_GOAL} of DDP, {BEST_GOAL} of the best other; over its bound "
         f"{LIMIT_GOALS['median']} in the median cell,\n{LIMIT_GOALS['worst']} in the worst. Seconds over those of "
         f"plain DDP:\n\n{''.join(_lines(ways))}"
