@@ -201,6 +201,8 @@ def _find(name: str | None) -> tuple[str, str]:
         return name, running[name]
     if name is None and len(running) == 1:
         return next(iter(running.items()))
+    if name is None and not running:
+        raise ConfigError("no run with CGXConfig has begun on this cluster; wait for one, or give a run's folder")
     known = ", ".join(sorted(running)) or "none"
-    asked = f"no run {name!r}, and no such folder" if name is not None else "several runs, or none"
+    asked = f"no run {name!r}, and no such folder" if name is not None else "several runs"
     raise ConfigError(f"{asked}; runs with CGXConfig on this cluster: {known}; give one of them, or a run's folder")

@@ -18,6 +18,7 @@ from cgx_ray.commands.plan.question import INSIDE_BANDWIDTH, INSIDE_LATENCY, rea
 from cgx_ray.errors import ConfigError
 from cgx_ray.planner.fidelity import USUAL_MIN_GAIN, Fidelity
 from cgx_ray.planner.joint import BestPlan
+from cgx_ray.planner.models import load_model
 from cgx_ray.planner.prediction import Prediction
 from cgx_ray.planner.scenario import Price, Scenario, Sweep, verdict
 from cgx_ray.report.show import print_line, progress_bar, write_json
@@ -120,7 +121,8 @@ def plan(
 
 
 def _check_network(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the network is not described, naming what is missing."""
+    """Raise ConfigError if the network is not described, naming what is missing; first for a model that is none."""
+    load_model(given["model"])
     needed = ("workers",) if given["profile"] is not None else ("workers", "latency", "bandwidth")
     missing = [f"--{name}" for name in needed if given[name] is None]
     if missing:

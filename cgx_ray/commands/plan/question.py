@@ -123,6 +123,9 @@ def read_question(
 ) -> Question:
     """Read the options of `cgx-ray plan`. Raises ConfigError for a value that is not allowed."""
     description = load_model(model)
+    measured = load_profile(profile or TYPICAL_PROFILE)
+    inside = parse_link(inside_latency, inside_bandwidth)
+    network = make_network(workers, ranks_per_node, _between(latency, bandwidth, measured.link), inside)
     compute_s, compute_from = compute_time(
         description,
         step_s=None if step_time is None else parse_seconds("step time", step_time),
@@ -130,9 +133,6 @@ def read_question(
         gpu=gpu,
         batch=batch,
     )
-    measured = load_profile(profile or TYPICAL_PROFILE)
-    inside = parse_link(inside_latency, inside_bandwidth)
-    network = make_network(workers, ranks_per_node, _between(latency, bandwidth, measured.link), inside)
     given = dict(_read_gain(text) for text in gains)
     scenario = Scenario(
         model=description,
