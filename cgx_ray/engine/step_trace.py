@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cgx_ray.engine.chrome_trace import STEP, PhaseSpan, chrome_trace
 from cgx_ray.engine.step_sample import Span
+from cgx_ray.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +21,8 @@ class StepTrace:
     """
 
     def __init__(self, path: Path, rank: int, first: int, last: int) -> None:
+        if not 0 <= first <= last:
+            raise ConfigError(f"no steps from {first!r} to {last!r} to trace; give the first and the last, from 0 on")
         self._path, self._rank = path, rank
         self._first, self._last = first, last
         self._began_s: float | None = None

@@ -167,7 +167,8 @@ def _numbers(record: RunRecord, gained: SpeedUp | None, extras: Extras) -> list[
         pairs.append(("share between steps", f"{share:.0%}"))
     pairs.append(("decisions, new plans", f"{len(record.decisions)}, {num_changes(record)}"))
     if errors:
-        pairs.append(("usual prediction error", f"{median(map(abs, errors)):.0%}"))
+        usual, largest = median(map(abs, errors)), max(errors, key=abs)
+        pairs.append(("usual prediction error", f"{usual:.0%}, largest {largest:+.0%}"))
     if record.end is not None:
         pairs.append(("validation loss", f"{record.end['validation_loss']:.4g}"))
     cost = _cost(record, extras, world_size(record))

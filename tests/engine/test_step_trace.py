@@ -81,3 +81,9 @@ def _profiled_groups(rank: int) -> list[str]:
 def test_a_profiler_of_all_threads_shows_the_groups_by_the_names_of_the_trace() -> None:
     for names in run_ranks(2, _profiled_groups):
         assert names == ["group 0", "group 1"]
+
+
+@pytest.mark.parametrize(("first", "last"), [(3, 1), (-1, 1)])
+def test_steps_that_are_none_are_refused(first: int, last: int, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"no steps from {first} to {last} to trace"):
+        StepTrace(tmp_path / "trace.json", 0, first=first, last=last)
