@@ -70,6 +70,8 @@ MEASURED_FALL = 2.1
 # Codecs without feedback cost no more than this many times the relative square of their errors, even where all that is
 # left of the loss comes from noise of the gradients (LOG 123).
 MAX_ERROR_COST = 3.0
+# And at least this many times of what is beyond the errors of the table: the least of its codecs that cost anything.
+LEAST_ERROR_COST = 0.04
 
 
 def period_loss(period: int, replicas: int) -> float:
@@ -90,13 +92,14 @@ def codec_loss(cost: LossCost, loss_fall: float = 1.0, error: float = 0.0) -> fl
 
     error  the codec's relative error in this run, as in `LossCost`; 0: unknown
 
-    Both make the measured loss grow in proportion (LOG 123). That of codecs with error feedback is the measured one:
+    Both make the measured loss grow in proportion (LOG 123, 126). That of codecs with error feedback is the measured one:
     how it grows was not measured.
     """
     if cost.relative_error is None:
         return cost.worst
     added, largest = cost.worst - 1, max(error, cost.relative_error)
     grown = added * max(1.0, loss_fall / MEASURED_FALL) * (largest / cost.relative_error)
+    grown = max(grown, LEAST_ERROR_COST * (largest - cost.relative_error))
     return 1 + min(grown, max(added, MAX_ERROR_COST * largest))
 
 

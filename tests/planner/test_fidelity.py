@@ -164,6 +164,8 @@ def test_errors_that_are_larger_than_in_the_table_cost_as_many_times_as_much() -
     for times, fall in ((2, 1), (3, MEASURED_FALL), (3, 2 * MEASURED_FALL)):
         grown = times * added * max(1, fall / MEASURED_FALL)
         assert loss_of(four, 1, 4, fall, times * cost.relative_error) == pytest.approx(1 + grown)
+    # A codec that cost nothing where it made no errors.
+    assert loss_of(CodecSpec(name="bf16"), 1, 4, error=0.5) == pytest.approx(1.02)
     # No more than the errors can.
     assert loss_of(four, 1, 4, 1e6, 0.1) == pytest.approx(1.3)
 
