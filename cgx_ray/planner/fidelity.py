@@ -92,8 +92,8 @@ def codec_loss(cost: LossCost, loss_fall: float = 1.0, error: float = 0.0) -> fl
 
     error  the codec's relative error in this run, as in `LossCost`; 0: unknown
 
-    Both make the measured loss grow in proportion (LOG 123, 126). That of codecs with error feedback is the measured one:
-    how it grows was not measured.
+    Both make the measured loss grow in proportion (LOG 123, 126). That of codecs with error feedback is the measured
+    one: how it grows was not measured.
     """
     if cost.relative_error is None:
         return cost.worst
