@@ -126,6 +126,7 @@ _ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "steps that count": lambda run: f"{run['num_steps']}: {run['counted_steps']}",
     "steps left out": lambda run: run["left_out_steps"] or "-",
     "time per step": _seconds("step_s", lambda run: "measured"),
+    "of the time between steps": _number("between_share", ".0%"),
     "a dense step": _seconds("dense_step_s", _known_by),
     _LOSS: _number("loss", ".4g"),
     "validation loss at the end": _number("validation_loss", ".4g"),

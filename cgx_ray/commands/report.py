@@ -17,6 +17,7 @@ from cgx_ray.report.live_view import broken_note
 from cgx_ray.report.record import RunRecord, load_run
 from cgx_ray.report.run_facts import (
     SpeedUp,
+    between_share,
     counted_steps,
     dense_of,
     last_loss,
@@ -158,6 +159,7 @@ def describe_run(record: RunRecord, dense: RunRecord | None = None) -> dict[str,
         "counted_steps": counted_steps(record),
         "left_out_steps": left_out_steps(record),
         "step_s": mean_step_s(found),
+        "between_share": between_share(found),
         "dense_step_s": gained.dense_s if gained is not None else None,
         "speed_up": gained.ratio if gained is not None else None,
         "is_predicted": gained is not None and gained.is_predicted,

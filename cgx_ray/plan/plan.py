@@ -194,9 +194,10 @@ class Plan:
         """Return the option that most of the compressed groups use: `"qsgd 4-bit over sra"`.
 
         If groups compress in several ways, the number of the others follows: `"... over sra and 1 other"`. A period of
-        more than 1 comes last: `"..., every 8 steps"`.
+        more than 1 comes last: `"..., every 8 steps"`. Fixed groups count only if all are: they are the user's rules.
         """
-        every = [group.option for group in self.groups]
+        free = [group for group in self.groups if not group.is_fixed]
+        every = [group.option for group in free or self.groups]
         compressed = [option for option in every if option.codec != NONE]
         candidates = compressed or [option for option in every if option.scheme is not Scheme.DENSE] or every
         text = max(dict.fromkeys(candidates), key=candidates.count, default=DENSE).describe()

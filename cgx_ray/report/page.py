@@ -24,7 +24,8 @@ def _shown(value: Any) -> Any:
 
 def _code(text: str) -> Markup:
     """Return `text` with what is between backticks as code."""
-    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(_shown(text))))
+    # As str: Markup would escape the tags.
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(_shown(text)))))
 
 
 _ENVIRONMENT = Environment(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from cgx_ray.errors import listed
 from cgx_ray.plan import plan_under
 from cgx_ray.report.live_view import LEAST_BETWEEN, is_new_plan, link_kind, outcomes_of, plans_of
-from cgx_ray.report.record import RunRecord, StepLine, smooth_losses
+from cgx_ray.report.record import SMOOTHED_STEPS, RunRecord, StepLine, smooth_losses
 
 # Usual prediction error, either way, from which predictions deserve attention.
 LARGE_ERROR = 0.2
@@ -256,9 +256,13 @@ def losses(record: RunRecord) -> list[tuple[int, int, float]]:
 
 
 def last_loss(record: RunRecord) -> float | None:
-    """Return the training loss at the end; None if it was not reported."""
-    found = losses(record)
-    return found[-1][2] if found else None
+    """Return the training loss at the end, a mean over SMOOTHED_STEPS or more; None if it was not reported."""
+    total, num_steps = 0.0, 0
+    for first, last, loss in reversed(losses(record)):
+        if num_steps >= SMOOTHED_STEPS or (record.steps and num_steps):
+            break
+        total, num_steps = total + (last - first + 1) * loss, num_steps + last - first + 1
+    return total / num_steps if num_steps else None
 
 
 def loss_note(*records: RunRecord) -> tuple[str, ...]:
@@ -299,7 +303,8 @@ def next_step(record: RunRecord, gained: SpeedUp | None) -> str:
         return "Train with CGXConfig(policy='adaptive') for a while: without decisions there is nothing to improve."
     if (share := between_share(found)) >= MUCH_BETWEEN:
         return (
-            f"{share:.0%} of the time passed between steps, where no codec helps: evaluate, save and report less often."
+            f"{share:.0%} of the time passed between steps, where no codec helps: evaluate, save and report less often "
+            "(Ray takes a report every two seconds)."
         )
     if parts is not None and parts[0] >= MOSTLY_COMPUTE * sum(parts):
         share = parts[0] / sum(parts)
@@ -318,7 +323,7 @@ def next_step(record: RunRecord, gained: SpeedUp | None) -> str:
             "see whether the link carries other traffic, by `cgx-ray probe` on a Ray cluster or by `cgx-ray why "
             "--probe -- torchrun ...`"
         )
-        if link_kind(record) == "machine":
+        if link_kind(record) != "network":
             look = "see whether other programs use the processors of this machine"
         return (
             f"Half of the predictions were off by {median(errors):.0%} or more: {look}, and let the run train longer, "

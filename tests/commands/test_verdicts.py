@@ -21,6 +21,7 @@ from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.policy import Static
 from cgx_ray.plan import make_plan
 from cgx_ray.report.live_view import view_of_record
+from cgx_ray.report.page import paragraph
 from cgx_ray.report.picture import draw_runs
 from cgx_ray.report.record import load_run
 from cgx_ray.report.run_facts import next_step, prediction_errors
@@ -303,6 +304,7 @@ def test_sentences_of_the_page_have_no_backticks_and_try_balanced_before_fast(tm
         assert f"try again with {says}" in next_step(record, None)
     _, page, _ = report(tmp_path)
     assert "`" not in page
+    assert paragraph("run `cgx-ray top` <now>") == "<p>run <code>cgx-ray top</code> &lt;now&gt;</p>"
 
 
 def test_predictions_that_are_off_are_looked_into_by_a_command_that_fits_the_run(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from cgx_ray.control.journal.recorded import cost_fields, group_fields, situatio
 from cgx_ray.control.journal.sentences import RunTotals
 from cgx_ray.control.policies.policy import Decision, DecisionKind, Policy, Situation
 from cgx_ray.monitors.sample import Fault
-from cgx_ray.plan import DENSE, Layer, Option, Plan
+from cgx_ray.plan import NONE, Layer, Option, Plan
 from cgx_ray.planner.candidates import CodecCosts
 from cgx_ray.planner.fidelity import expected_loss, loss_of
 from cgx_ray.planner.legs import EncodesOn
@@ -193,7 +193,7 @@ def start_entry(
         "layers": [asdict(layer) for layer in layers],
         "told_codec_s": cost_fields(calibrated_costs),
         "encodes_on": encodes_on,
-        "num_ruled_layers": sum(len(group.layers) for group in plan.groups if group.is_fixed and group.option != DENSE),
+        "num_ruled_layers": sum(len(one.layers) for one in plan.groups if one.is_fixed and one.option.codec != NONE),
         "plan": _plan_fields(plan, layers, num_nodes),
     }
 

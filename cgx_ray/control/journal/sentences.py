@@ -231,19 +231,16 @@ class RunTotals:
         beside  mean seconds of a step of this run, and of a run that was dense and trained beside it
         """
         share = self.between_s / (self.between_s + self.all_s) if self.between_s else 0.0
-        besides = f"; besides, {share:.0%} of the time passed between steps" if share >= MUCH_BETWEEN else ""
-        return f"{self._about_steps(beside)}{besides}"
-
-    def _about_steps(self, beside: tuple[float, float] | None) -> str:
+        besides = f", and {share:.0%} of the time passed between steps" if share >= MUCH_BETWEEN else ""
         known = beside or (self.dense_s is not None and (self.step_s, self.dense_s))
         if not known:
-            took = f", {format_seconds(self.step_s)} per step" if self.num_all else ""
+            took = f", {format_seconds(self.step_s)} per step{besides}" if self.num_all else ""
             steps = format_count(self.num_all, "step")
             unknown = f"; how fast {DENSE} would be is not known" if self.plan != DENSE else ""
             return f"{steps} under {self.plan}{took}{unknown}"
         is_dense = self.in_dense_s >= MOSTLY * self.all_s
         if beside is None and is_dense and (self.plan == DENSE or self._compute_share >= MOSTLY):
-            return self._dense_verdict()
+            return self._dense_verdict(besides)
         step_s, dense_s = known
         ratio, (took, dense_took) = dense_s / step_s, map(format_seconds, known)
         if beside is None and self.is_predicted:
@@ -252,7 +249,8 @@ class RunTotals:
             if self.num_in_dense:
                 ran = f"took {format_seconds(self.in_dense_s / self.num_in_dense)} where it ran"
             said = (
-                f"{took} per step on average; {DENSE} {ran}, and is predicted to take {dense_took} over the whole run"
+                f"{took} per step on average{besides}; {DENSE} {ran}, and is predicted to take {dense_took} over the "
+                "whole run"
             )
             return "; ".join([said, *self._about_plan()])
         digits = ".2f" if ratio < 1.1 else ".2g" if ratio < 9.95 else ".0f"
@@ -261,7 +259,8 @@ class RunTotals:
             said = f"{1 / ratio:.2f}x slower than {DENSE}" if ratio < 1 / MAX_SLOWDOWN else f"as fast as {DENSE}"
         ruled = format_count(self.num_ruled_layers, "layer")
         rules = [f"both with the codecs of overrides= in {ruled}"] if self.num_ruled_layers and beside is None else []
-        return "; ".join([f"{said} (on average {took} instead of {dense_took} per step)", *rules, *self._about_plan()])
+        said += f" (on average {took} instead of {dense_took} per step{besides if beside is None else ''})"
+        return "; ".join([said, *rules, *self._about_plan()])
 
     def _about_plan(self) -> list[str]:
         # Rounds begin later.
@@ -287,7 +286,7 @@ class RunTotals:
     def _compute_share(self) -> float:
         return self.compute_s / self.all_s if self.all_s > 0 else 0.0
 
-    def _dense_verdict(self) -> str:
+    def _dense_verdict(self, besides: str) -> str:
         compute = self._compute_share
         why = "no other plan promised enough"
         if self.is_in_memory:
@@ -303,4 +302,4 @@ class RunTotals:
                 helps = "but within a machine compression saves little of it"
             why = f"as policy static keeps it; {rest}, {helps}"
         share, step = self.in_dense_s / self.all_s, format_seconds(self.step_s)
-        return f"{DENSE} {100 * share:.0f} % of the time, {step} per step: {why}"
+        return f"{DENSE} {100 * share:.0f} % of the time, {step} per step{besides}: {why}"
