@@ -42,7 +42,7 @@ from cgx_ray.monitors.sample import NodeSample
 from cgx_ray.plan import STEPS_TOGETHER, Option, Plan, spoken
 from cgx_ray.planner.bits import bits_of
 from cgx_ray.planner.cost import Link
-from cgx_ray.planner.planned_group import groups_of
+from cgx_ray.planner.planned_group import fixed_groups
 from cgx_ray.planner.prediction import Measured
 from cgx_ray.units import format_seconds
 
@@ -76,7 +76,7 @@ class WorkerGroupState(GroupReports):
         gain_ratios, learned  in earlier worker groups, of any size; see `GainWatch`
         """
         super().__init__(registration.layers, plan.world_size)
-        self._fixed = tuple(group for group in groups_of(plan, self.layers) if group.is_fixed)
+        self._fixed = fixed_groups(plan, self.layers)
         self.links = RecentLinks()
         self.steps = StepsBesidePredictions(
             self.layers, plan, registration.dense_plan, registration.codec_costs, self.network

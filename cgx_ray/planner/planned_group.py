@@ -49,6 +49,14 @@ def groups_of(plan: Plan, layers: Iterable[Layer]) -> tuple[PlannedGroup, ...]:
     )
 
 
+def fixed_groups(plan: Plan, layers: Iterable[Layer]) -> tuple[PlannedGroup, ...]:
+    """Return the fixed groups of a plan, in an order that is the same for all plans that have them.
+
+    A search adds up their times, and the last digit of a sum depends on its order.
+    """
+    return tuple(sorted((group for group in groups_of(plan, layers) if group.is_fixed), key=lambda one: one.layers))
+
+
 def period_of(groups: Sequence[PlannedGroup]) -> int:
     """Return the period of the plan with `groups`."""
     return groups[0].period if groups else 1

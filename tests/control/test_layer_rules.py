@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from support.control_runs import COSTS, GAIN, LAYERS, WORLD, FakeTraining, registration
 
 from cgx_ray.control.journal.lines import Journal
+from cgx_ray.control.journal.recorded import read_situation
 from cgx_ray.control.learned.measured import is_dense
 from cgx_ray.control.loop import ControlLoop
 from cgx_ray.control.policies.adaptive import Adaptive
@@ -53,6 +55,20 @@ def test_every_plan_of_a_run_keeps_the_rules(tmp_path: Path, slowdown: float) ->
     assert len(plans) > 1
     assert {options_by_layer(plan)["head"] for plan in plans} == {QSGD8}
     assert {options_by_layer(plan)["embed"] for plan in plans} > {DENSE}
+
+
+def test_a_situation_that_is_read_again_has_the_fixed_groups_in_the_same_order(tmp_path: Path) -> None:
+    run = start_with_rules(tmp_path, overrides={"head": "qsgd:bits=8"}, exclude=("bias",))
+    run.run(30)
+    state = run.loop._state
+    assert state is not None
+    lines = [json.loads(line) for line in (tmp_path / "decisions.jsonl").read_text().splitlines()]
+    situations = [line["situation"] for line in lines if line["event"] == "decision"]
+    fixed = state.known().fixed
+    assert len(fixed) == 2
+    for situation in situations:
+        for fields in (situation, situation | {"groups": situation["groups"][::-1]}):
+            assert read_situation(fields, LAYERS).planner_input.now.fixed == fixed
 
 
 def test_an_excluded_layer_is_never_compressed_and_the_others_are(tmp_path: Path) -> None:

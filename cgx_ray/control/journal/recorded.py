@@ -17,7 +17,7 @@ from cgx_ray.plan import GroupPlan, Layer, Option, Plan
 from cgx_ray.planner.candidates import CodecCost, CodecCosts
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.engine_cost import HOST_ENGINE, EngineCost
-from cgx_ray.planner.planned_group import PlannedGroup, groups_of, period_of
+from cgx_ray.planner.planned_group import PlannedGroup, fixed_groups, groups_of, period_of
 from cgx_ray.planner.prediction import Measured
 
 
@@ -131,7 +131,7 @@ def read_situation(fields: Mapping[str, Any], layers: Sequence[Layer]) -> Situat
         bus=Link(**fields["bus"]) if fields.get("bus") is not None else None,
         engine=EngineCost(**fields["engine"]) if fields.get("engine") is not None else HOST_ENGINE,
         # Every plan has the fixed groups, so the plan in force has them too.
-        fixed=tuple(group for group in groups_of(plan, layers) if group.is_fixed),
+        fixed=fixed_groups(plan, layers),
     )
     # Earlier journals have none.
     ran = [
