@@ -271,7 +271,8 @@ def loss_note(*records: RunRecord) -> tuple[str, ...]:
     if not names:
         return ()
     of_runs = f" of {listed(names)}" if len(records) > 1 else ""
-    return (f"no loss was reported{of_runs}; attachment.observe(loss=loss) in the training loop reports it",)
+    how = "attachment.observe(loss=loss) reports it, ray.train.report does not"
+    return (f"no loss was reported{of_runs}; {how}",)
 
 
 def world_size(record: RunRecord) -> int | None:

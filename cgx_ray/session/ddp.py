@@ -141,7 +141,7 @@ def _hook_up(model: DistributedDataParallel, buckets: DdpBuckets, gather: Gather
             register_hook(model, buckets, cgx_hook)
         except RuntimeError as error:
             raise ConfigError(
-                f"this model already has a communication hook ({error}); attach once per model"
+                f"this model already has a communication hook ({error}); attach once per model, and remove your own"
             ) from error
     except BaseException:
         buckets.close()

@@ -75,7 +75,7 @@ def means_static(arguments: Mapping[str, Any]) -> bool:
     given = [name for name, value in arguments.items() if value is not None]
     static, others = ([name for name in given if (name in OF_STATIC) is own] for own in (True, False))
     if static and others:
-        remedy = "leave one of them out, or give a policy that takes both"
+        remedy = "leave one of them out"
         if meant := _with_parameters(arguments.get("codec"), {name: arguments[name] for name in others}):
             remedy = f"did you mean codec={meant!r}?"
         raise ConfigError(f"{static[0]} means policy 'static', which has no {others[0]}; {remedy}")

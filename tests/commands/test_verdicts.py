@@ -224,7 +224,7 @@ def test_runs_of_other_models_are_told_from_those_of_one(tmp_path: Path) -> None
 def test_runs_without_a_loss_are_named_once(tmp_path: Path) -> None:
     for name in ("one", "other"):
         train(tmp_path / name, 0.1)
-    end = "; attachment.observe(loss=loss) in the training loop reports it"
+    end = "; attachment.observe(loss=loss) reports it, ray.train.report does not"
     assert f"no loss was reported of one, other{end}" in invoke("report", tmp_path).replace("\n", " ")
     assert f"\nno loss was reported{end}" in invoke("report", tmp_path / "one")
 
