@@ -64,6 +64,14 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, self.places[name][1]) for name in self.list_commands(ctx)])
 
 
+class _Signal(KeyboardInterrupt):
+    """Raised by a signal.
+
+    A KeyboardInterrupt itself has `python -m` end by SIGINT, whatever its exit status, if it once passed through code
+    that `exec` runs from text, as dataclasses do.
+    """
+
+
 class MainGroup(LazyGroup):
     """Shows our own errors, and files that cannot be read or written, as one message instead of a traceback.
 
@@ -76,11 +84,11 @@ class MainGroup(LazyGroup):
 
         def end(number: int, frame: FrameType | None) -> None:
             received.append(number)
-            raise KeyboardInterrupt
+            raise _Signal
 
         def end_again(unraisable: UnraisableHookArgs) -> None:
             """Send the signal again if it came in a callback of the import system or in `__del__`, which lost it."""
-            if unraisable.exc_type is not KeyboardInterrupt or not received:
+            if unraisable.exc_type is not _Signal:
                 sys.__unraisablehook__(unraisable)
                 return
             threading.Timer(AGAIN_S, os.kill, (os.getpid(), received[-1])).start()

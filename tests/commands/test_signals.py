@@ -276,3 +276,21 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=said), whole_file(path):
             raise error
     assert list(tmp_path.iterdir()) == []
+
+
+IN_TEXT = """
+import click, sys
+from cgx_ray.commands.lazy import MainGroup
+class Group(MainGroup):
+    def get_command(self, ctx, name):
+        return click.Command(name, callback=lambda: exec(
+            "import os, signal, time; os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)"
+        ))
+sys.exit(Group(places={})(["run"]))
+"""
+
+
+def test_a_signal_in_code_that_is_run_from_text_ends_a_module_with_its_own_status(tmp_path: Path) -> None:
+    (tmp_path / "in_text.py").write_text(IN_TEXT)
+    process = psutil.Popen([sys.executable, "-m", "in_text"], cwd=tmp_path)
+    assert process.wait(timeout=BEGIN_S) == 128 + signal.SIGTERM
