@@ -207,9 +207,10 @@ def copy_of_scale(scaler: GradScaler) -> Tensor:
     return scale.to("cpu", non_blocking=True, copy=True)
 
 
-def is_registered(group: dist.ProcessGroup) -> bool:
-    """Return False if torch has destroyed `group`."""
-    return group in dist.distributed_c10d._world.pg_map
+def destroy_group(group: dist.ProcessGroup) -> None:
+    """Destroy a process group, if torch's `destroy_process_group()` without arguments has not done so before."""
+    if group in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)
 
 
 def default_store() -> dist.Store:
@@ -283,10 +284,10 @@ __all__ = [
     "collective",
     "copy_of_scale",
     "default_store",
+    "destroy_group",
     "divides_by_fewer_ranks",
     "has_rebuilt_buckets",
     "is_in_forward",
-    "is_registered",
     "longest_timeout_s",
     "number_collectives",
     "profiled",

@@ -425,9 +425,8 @@ class Engine:
                 self.trace.add_step(step.number, self._last_spans, began_s, ended_s)
             sample = sample_of_step(step, self._transport, self.telemetry, began_s, ended_s)
             drift = self.agreement.drift_at(step.number - step.num_steps)
-            sample = replace(sample, between_s=between_s, loss=observed.loss, lr=observed.lr)
-            sample = replace(sample, inside=self._inside, weight_drift=drift)
-            self.telemetry.add_sample(replace(sample, may_train_alone=self.may_train_alone))
+            sample = replace(sample, between_s=between_s, loss=observed.loss, lr=observed.lr, inside=self._inside)
+            self.telemetry.add_sample(replace(sample, weight_drift=drift, may_train_alone=self.may_train_alone))
 
     def _fail(self, error: BaseException, buckets: Sequence[PendingBucket | StepStart]) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, CGXError) and self._transport.has_given_up:

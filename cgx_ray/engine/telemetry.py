@@ -53,7 +53,7 @@ class Observed(NamedTuple):
 
 
 class ObservedTraining:
-    """What the training tells of itself. The training thread adds it, the engine's thread takes it."""
+    """Values that the training tells of itself. The training thread adds them, the engine's thread takes them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

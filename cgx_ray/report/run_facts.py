@@ -257,9 +257,11 @@ def losses(record: RunRecord) -> list[tuple[int, int, float]]:
 
 def last_loss(record: RunRecord) -> float | None:
     """Return the training loss at the end, a mean over SMOOTHED_STEPS or more; None if it was not reported."""
+    if record.steps:
+        return smooth_losses(record.steps)[-1]
     total, num_steps = 0.0, 0
     for first, last, loss in reversed(losses(record)):
-        if num_steps >= SMOOTHED_STEPS or (record.steps and num_steps):
+        if num_steps >= SMOOTHED_STEPS:
             break
         total, num_steps = total + (last - first + 1) * loss, num_steps + last - first + 1
     return total / num_steps if num_steps else None

@@ -18,7 +18,7 @@ from cgx_ray.collectives.transport.transport import Transport
 from cgx_ray.errors import CGXError, ConfigError, PlanError
 from cgx_ray.plan import Layer, Plan
 from cgx_ray.session.settings import VARIABLE, Settings
-from cgx_ray.torch_compat import is_registered
+from cgx_ray.torch_compat import destroy_group
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,13 +122,6 @@ def agree(layers: Sequence[Layer], offer: str | None, gather: Gatherer, paramete
     return plan
 
 
-def destroy_groups(groups: Sequence[dist.ProcessGroup]) -> None:
-    """End process groups, without those that torch has destroyed."""
-    for group in groups:
-        if is_registered(group):
-            dist.destroy_process_group(group)
-
-
 @contextmanager
 def own_groups() -> Iterator[list[dist.ProcessGroup]]:
     """Give a list for new process groups. They are destroyed if an error leaves the block."""
@@ -136,5 +129,6 @@ def own_groups() -> Iterator[list[dist.ProcessGroup]]:
     try:
         yield groups
     except BaseException:
-        destroy_groups(groups)
+        for group in groups:
+            destroy_group(group)
         raise

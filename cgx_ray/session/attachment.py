@@ -26,12 +26,12 @@ from cgx_ray.errors import ConfigError, PlanError, names_arguments
 from cgx_ray.monitors.endpoint import Endpoint
 from cgx_ray.monitors.sample import Fault, StepSample
 from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Plan, Scheme, as_plan
-from cgx_ray.session.agree import destroy_groups
 from cgx_ray.session.explore import CANDIDATES, Exploration, Stateful, explore
 from cgx_ray.session.own_folder import OwnFolder
 from cgx_ray.session.protocol import Session
 from cgx_ray.session.served_metrics import ServedMetrics
 from cgx_ray.session.states import CHANGES, ROUND, STATE_FORMAT, check_own, named_as, no_memory, own_place, state_of
+from cgx_ray.torch_compat import destroy_group
 
 if TYPE_CHECKING:
     from cgx_ray.session.local_control import LocalControl
@@ -387,7 +387,8 @@ class Attachment:
             if self._lifeline is not None:
                 self._lifeline.close()
             groups, self._groups = self._groups, ()
-            destroy_groups(groups)
+            for group in groups:
+                destroy_group(group)
 
     def _begin_to_close(self) -> None:
         """Leave the rest to another thread: Python collects on any thread, whatever locks that holds."""

@@ -21,7 +21,7 @@ from cgx_ray.collectives.transport.transport_like import ranks_of_nodes
 from cgx_ray.collectives.transport.vendor_group import gpu_address
 from cgx_ray.errors import ConfigError
 from cgx_ray.runtime_ext.streams import streams_of
-from cgx_ray.torch_compat import is_registered, skip_group_names
+from cgx_ray.torch_compat import destroy_group, skip_group_names
 
 logger = logging.getLogger(__name__)
 
@@ -225,5 +225,4 @@ class _Attempt:
             group, self.group = self.group, None
         if group is not None:
             group.abort()
-            if is_registered(group):
-                dist.destroy_process_group(group)
+            destroy_group(group)

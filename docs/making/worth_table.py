@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cgx_ray.commands.plan.question import INSIDE_BANDWIDTH, INSIDE_LATENCY, read_question
 from cgx_ray.planner.fidelity import USUAL_MIN_GAIN, Fidelity
+from cgx_ray.planner.models import load_model
 from cgx_ray.planner.scenario import Scenario
 from cgx_ray.units import format_seconds
 
@@ -19,7 +20,7 @@ BATCHES = {"resnet18": 64, "resnet50": 64, "vgg16": 32, "vit_b_16": 64, "bert_ba
 def scenario(model: str, bandwidth: str) -> Scenario:
     """Return the scenario of `cgx-ray plan --model MODEL --workers 8 --gpu a10 --latency 0.2ms --bandwidth ...`."""
     return read_question(
-        model=model,
+        model=load_model(model),
         workers=8,
         latency="0.2ms",
         bandwidth=bandwidth,

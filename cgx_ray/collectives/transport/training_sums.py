@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cgx_ray.collectives.transport.transport_like import ranks_of_nodes
-from cgx_ray.torch_compat import is_registered
+from cgx_ray.torch_compat import destroy_group
 
 # Seconds after which a rank that waits for a sum looks whether all others are still there.
 LOOK_S = 0.2
@@ -73,8 +73,8 @@ class TrainingSums:
     def close(self) -> None:
         """Let the group of this node go. For the training thread."""
         group, self._node_group = self._node_group, None
-        if group is not None and is_registered(group):
-            dist.destroy_process_group(group)
+        if group is not None:
+            destroy_group(group)
 
     def _wait(self, what: str, work: dist.Work, *, is_enqueued: bool) -> None:
         while True:

@@ -12,6 +12,7 @@ import jsonschema
 from cgx_ray.commands.plan.question import INSIDE_BANDWIDTH, INSIDE_LATENCY, Question, read_question
 from cgx_ray.errors import ConfigError
 from cgx_ray.planner.joint import BestPlan
+from cgx_ray.planner.models import load_model
 from cgx_ray.planner.prediction import Prediction
 from cgx_ray.planner.scenario import Epoch
 from cgx_ray.untrusted import parse_yaml, read_bytes, read_table
@@ -143,7 +144,7 @@ def _question(cluster: PricedCluster, num_nodes: int, given: Mapping[str, Any]) 
     own = {name: getattr(cluster, name) for name in ("gpu", "throughput", "step_time")}
     compute = own if any(value is not None for value in own.values()) else {name: given[name] for name in own}
     return read_question(
-        model=given["model"],
+        model=load_model(given["model"]),
         workers=num_nodes * cluster.gpus_per_node,
         ranks_per_node=cluster.gpus_per_node,
         latency=between[0],

@@ -91,8 +91,9 @@ def plan(
         _check_no_network(context)
         answer_for_clusters(clusters, given, json_path, plot)
         return
+    model = load_model(given["model"])
     _check_network(given)
-    question, console = read_question(**given), console_for(json_path)
+    question, console = read_question(**{**given, "model": model}), console_for(json_path)
     scenario, sweep, price = question.scenario, question.sweep, question.price
     answer = scenario.solve()
     points = [] if sweep is None else _solve_sweep(scenario, sweep, console)
@@ -121,8 +122,7 @@ def plan(
 
 
 def _check_network(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the network is not described, naming what is missing; first for a model that is none."""
-    load_model(given["model"])
+    """Raise ConfigError if the network is not described, naming what is missing."""
     needed = ("workers",) if given["profile"] is not None else ("workers", "latency", "bandwidth")
     missing = [f"--{name}" for name in needed if given[name] is None]
     if missing:

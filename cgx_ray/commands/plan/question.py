@@ -12,7 +12,7 @@ from cgx_ray.plan import CodecSpec, check_period, spoken
 from cgx_ray.planner.candidates import efficiency
 from cgx_ray.planner.cost import Link, check_positive
 from cgx_ray.planner.fidelity import PERIODS, period_loss
-from cgx_ray.planner.models import ModelDescription, load_model
+from cgx_ray.planner.models import ModelDescription
 from cgx_ray.planner.profile import Profile, load_profile
 from cgx_ray.planner.scenario import (
     TYPICAL_PROFILE,
@@ -101,7 +101,7 @@ class Question:
 
 def read_question(
     *,
-    model: str,
+    model: ModelDescription,
     workers: int,
     latency: str | None,
     bandwidth: str | None,
@@ -122,12 +122,11 @@ def read_question(
     sweep: str | None,
 ) -> Question:
     """Read the options of `cgx-ray plan`. Raises ConfigError for a value that is not allowed."""
-    description = load_model(model)
     measured = load_profile(profile or TYPICAL_PROFILE)
     inside = parse_link(inside_latency, inside_bandwidth)
     network = make_network(workers, ranks_per_node, _between(latency, bandwidth, measured.link), inside)
     compute_s, compute_from = compute_time(
-        description,
+        model,
         step_s=None if step_time is None else parse_seconds("step time", step_time),
         samples_per_s=throughput,
         gpu=gpu,
@@ -135,7 +134,7 @@ def read_question(
     )
     given = dict(_read_gain(text) for text in gains)
     scenario = Scenario(
-        model=description,
+        model=model,
         network=network,
         compute_s=compute_s,
         # A run sends dense gradients from where they lie, while the profile's "none" copies them.
@@ -148,9 +147,9 @@ def read_question(
     swept = None if sweep is None else parse_sweep(sweep, ranks_per_node)
     nodes = ranks_per_node if swept is not None and swept.name == "workers" else network.ranks_per_node
     assumptions = [f"{compute_from}: {1e3 * compute_s:.4g} ms of forward and backward"]
-    if samples_per_epoch is not None and (step_time is not None or compute_s == description.measured_s):
+    if samples_per_epoch is not None and (step_time is not None or compute_s == model.measured_s):
         assumptions.append(f"{batch} samples per worker and step (--batch)")
-    assumptions += _about_compute(description, gpu, measured)
+    assumptions += _about_compute(model, gpu, measured)
     if nodes > 1:
         assumptions.append(f"nodes of {nodes}, inside {inside.bandwidth_gbps:g} Gbit/s and {1e3 * inside.alpha_s:g} ms")
     return Question(

@@ -23,7 +23,7 @@ MAX_LINE = 120
 MOSTLY = 0.85
 DENSE = "dense"
 # Share of the time between steps from which the verdict names it.
-MUCH_BETWEEN = 0.1
+BETWEEN_IN_VERDICT = 0.1
 # `made_by` of decisions for a few steps.
 TRIALS = ("codec_trial", "dense_trial", "plan_trial")
 
@@ -230,8 +230,7 @@ class RunTotals:
 
         beside  mean seconds of a step of this run, and of a run that was dense and trained beside it
         """
-        share = self.between_s / (self.between_s + self.all_s) if self.between_s else 0.0
-        besides = f", and {share:.0%} of the time passed between steps" if share >= MUCH_BETWEEN else ""
+        besides, rules = (self._time_between, self._rules) if beside is None else ("", [])
         known = beside or (self.dense_s is not None and (self.step_s, self.dense_s))
         if not known:
             took = f", {format_seconds(self.step_s)} per step{besides}" if self.num_all else ""
@@ -240,7 +239,7 @@ class RunTotals:
             return f"{steps} under {self.plan}{took}{unknown}"
         is_dense = self.in_dense_s >= MOSTLY * self.all_s
         if beside is None and is_dense and (self.plan == DENSE or self._compute_share >= MOSTLY):
-            return self._dense_verdict(besides)
+            return self._dense_verdict()
         step_s, dense_s = known
         ratio, (took, dense_took) = dense_s / step_s, map(format_seconds, known)
         if beside is None and self.is_predicted:
@@ -257,10 +256,8 @@ class RunTotals:
         said = f"{ratio:{digits}}x faster than {DENSE}"
         if ratio < MAX_SLOWDOWN:
             said = f"{1 / ratio:.2f}x slower than {DENSE}" if ratio < 1 / MAX_SLOWDOWN else f"as fast as {DENSE}"
-        ruled = format_count(self.num_ruled_layers, "layer")
-        rules = [f"both with the codecs of overrides= in {ruled}"] if self.num_ruled_layers and beside is None else []
-        said += f" (on average {took} instead of {dense_took} per step{besides if beside is None else ''})"
-        return "; ".join([said, *rules, *self._about_plan()])
+        times = f"on average {took} instead of {dense_took} per step{besides}"
+        return "; ".join([f"{said} ({times})", *rules, *self._about_plan()])
 
     def _about_plan(self) -> list[str]:
         # Rounds begin later.
@@ -286,7 +283,18 @@ class RunTotals:
     def _compute_share(self) -> float:
         return self.compute_s / self.all_s if self.all_s > 0 else 0.0
 
-    def _dense_verdict(self, besides: str) -> str:
+    @property
+    def _time_between(self) -> str:
+        """How much of the time passed between steps, in words; "" if it was little."""
+        share = self.between_s / (self.between_s + self.all_s) if self.between_s else 0.0
+        return f", and {share:.0%} of the time passed between steps" if share >= BETWEEN_IN_VERDICT else ""
+
+    @property
+    def _rules(self) -> list[str]:
+        num_layers = format_count(self.num_ruled_layers, "layer")
+        return [f"both with the codecs of overrides= in {num_layers}"] if self.num_ruled_layers else []
+
+    def _dense_verdict(self) -> str:
         compute = self._compute_share
         why = "no other plan promised enough"
         if self.is_in_memory:
@@ -302,4 +310,4 @@ class RunTotals:
                 helps = "but within a machine compression saves little of it"
             why = f"as policy static keeps it; {rest}, {helps}"
         share, step = self.in_dense_s / self.all_s, format_seconds(self.step_s)
-        return f"{DENSE} {100 * share:.0f} % of the time, {step} per step{besides}: {why}"
+        return f"{DENSE} {100 * share:.0f} % of the time, {step} per step{self._time_between}: {why}"
