@@ -27,14 +27,15 @@ is left out where f is more than 5. Optimizers do not run, also not in local SGD
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 
 import click
 
-from bench.peers.cases import ALL_CELLS, QUICK, PeerCell, PeersOptions, ways_for
+from bench.peers.cases import ALL_CELLS, DDP, NOOP, QUICK, WAYS, PeerCell, PeersOptions, ways_for
 from bench.peers.record import CellTimes, WayTime, judged, read_cells, write_cells
 from bench.shared.runner import BenchRun, OnPart, bench_command
 from bench.step.measure import measure_step
@@ -46,12 +47,16 @@ from cgx_ray.report.result import Row, commit, machine
 @bench_command(quick="Two cells, few ways, three rounds: some minutes.")
 @click.option("--cells", metavar="NAME,...", help="Measure these, such as resnet50/100mbit/1ms.  [default: 12 of 64]")
 @click.option("--all", "every", is_flag=True, help="Measure all 64 cells.")
+@click.option(
+    "--ways", metavar="NAME,...", help="Time these beside noop and ddp, such as joint,qsgd_sra.  [default: all]"
+)
 @click.option("--save", type=FILE, metavar="FILE", help="Keep each cell there as soon as it is measured; see below.")
-def peers(run: BenchRun, cells: str | None, every: bool, save: Path | None) -> Iterable[Row]:
+def peers(run: BenchRun, cells: str | None, every: bool, ways: str | None, save: Path | None) -> Iterable[Row]:
     """Time a step with the ways that others offer, and with ours.
 
     Four ranks, real sizes of gradients, emulated networks. A whole run takes hours. With --save, cells that the file
-    has from an earlier run with as many ways and rounds are not measured again, unless --cells names them.
+    has from an earlier run with as many ways and rounds are not measured again, unless --cells names them. With --ways
+    as well, the file keeps the others of an earlier run.
     """
     if cells and (every or run.quick):
         raise ConfigError("--cells and --all or --quick are both given, and both say what to measure; give one of them")
@@ -60,13 +65,18 @@ def peers(run: BenchRun, cells: str | None, every: bool, save: Path | None) -> I
         options = PeersOptions(cells=ALL_CELLS)
     elif cells:
         options = PeersOptions(cells=tuple(map(PeerCell.parse, cells.split(","))))
+    if ways:
+        options = replace(options, ways=_checked(ways.split(",")))
     run.title += f", {options.num_ranks} ranks"
     known = read_cells(save) if save is not None else {}
     found = []
     for index, cell in enumerate(options.cells):
         times = known.get(cell.name)
         if cells or times is None or not times.answers(options, cell.divisor(options.num_ranks)):
+            earlier = times
             times = measure_cell(cell, options, partial(_report, run.on_part, index, len(options.cells)))
+            if ways and earlier is not None:
+                times = times.beside(earlier)
             if save is not None:
                 known[cell.name] = times
                 write_cells(save, known)
@@ -74,6 +84,13 @@ def peers(run: BenchRun, cells: str | None, every: bool, save: Path | None) -> I
             run.print_text(f"Left out: {way} in {cell.name}; {reason}.")
         found.append(times)
     return judged(found)
+
+
+def _checked(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of these ways, of noop and of ddp. Raises ConfigError for one that is none."""
+    if unknown := [name for name in names if name not in WAYS]:
+        raise ConfigError(f"way {unknown[0]!r} is not allowed; give names among {', '.join(WAYS)}")
+    return tuple(dict.fromkeys((NOOP.name, DDP.name, *names)))
 
 
 def _report(on_part: OnPart, index: int, num_cells: int, part: str, share: float) -> None:

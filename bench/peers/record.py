@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,8 +43,9 @@ class CellTimes:
 
     cell      its name
     divisor   of layers, backward and latency
-    ways      by name
+    ways      by name, among them noop and ddp
     left_out  reasons by name of the way
+    earlier   a run before, which has ways that this one has not. Each way is compared with those of its own run
     """
 
     cell: str
@@ -56,23 +57,50 @@ class CellTimes:
     machine: Mapping[str, Any]
     ways: Mapping[str, WayTime]
     left_out: Mapping[str, str]
+    earlier: CellTimes | None = None
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> CellTimes:
         ways = {name: WayTime(**{**way, "quartiles_s": tuple(way["quartiles_s"])}) for name, way in raw["ways"].items()}
-        return cls(**{**raw, "ways": ways})
+        earlier = cls.from_json(raw["earlier"]) if raw.get("earlier") else None
+        return cls(**{**raw, "ways": ways, "earlier": earlier})
+
+    @property
+    def runs(self) -> list[CellTimes]:
+        """This run and those before it, newest first."""
+        return [self, *(self.earlier.runs if self.earlier is not None else ())]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the ways of all runs, in the order of `WAYS`."""
+        return [name for name in WAYS if any(name in run.ways for run in self.runs)]
+
+    def run_of(self, way: str) -> CellTimes:
+        """Return the newest run with this way."""
+        return next(run for run in self.runs if way in run.ways)
+
+    def beside(self, earlier: CellTimes) -> CellTimes:
+        """Return these times with those of the ways that only an earlier run has; without them where f is another."""
+        if (earlier.num_ranks, earlier.divisor) != (self.num_ranks, self.divisor):
+            return self
+        left = [run for run in earlier.runs if run.ways.keys() - self.ways.keys()]
+        joined: CellTimes | None = None
+        for run in reversed(left):
+            joined = replace(run, earlier=joined)
+        return replace(self, earlier=joined)
 
     def answers(self, options: PeersOptions, divisor: float) -> bool:
         """Return whether measuring again with `options` and `divisor` would tell no more."""
         return (
             (self.num_ranks, self.divisor) == (options.num_ranks, divisor)
-            and self.num_rounds >= options.num_rounds
-            and self.ways.keys() | self.left_out.keys() >= set(options.ways)
+            and all(run.num_rounds >= options.num_rounds for run in self.runs)
+            and {name for run in self.runs for name in (*run.ways, *run.left_out)} >= set(options.ways)
         )
 
     def ratio(self, way: str) -> float:
         """Return the way's seconds over those of plain DDP."""
-        return self.ways[way].median_s / self.ways[DDP.name].median_s
+        run = self.run_of(way)
+        return run.ways[way].median_s / run.ways[DDP.name].median_s
 
     @property
     def exchange_share(self) -> float:
@@ -80,9 +108,14 @@ class CellTimes:
         return 1 - self.ratio(NOOP.name)
 
     @property
+    def joint(self) -> WayTime:
+        """Times of the planner's plan."""
+        return self.run_of(JOINT.name).ways[JOINT.name]
+
+    @property
     def over_limit(self) -> float:
         """Seconds of the planner's plan over its bound."""
-        joint = self.ways[JOINT.name]
+        joint = self.joint
         assert joint.limit_s is not None
         return joint.median_s / joint.limit_s
 
@@ -94,7 +127,7 @@ class CellTimes:
         allowed = ACCURACIES[: 1 + ACCURACIES.index(ACCURACY_OF[JOINT.name])]
         names = (
             name
-            for name in self.ways
+            for name in self.names
             if ACCURACY_OF.get(name) in allowed and name != JOINT.name and (with_engine or not WAYS[name].has_engine)
         )
         return min(names, key=self.ratio)
@@ -103,19 +136,20 @@ class CellTimes:
         """Yield all numbers of the cell, and its goals. The seconds are those measured, not `divisor` times as many."""
         yield Row(name=f"{self.cell} divisor", value=self.divisor, unit="x")
         yield Row(name=f"{self.cell} exchange", value=self.exchange_share, unit="of DDP's step")
-        ddp_s, joint_s = self.ways[DDP.name].median_s, self.ways[JOINT.name].median_s
-        for name, way in self.ways.items():
+        for name in self.names:
+            run = self.run_of(name)
+            way = run.ways[name]
             yield Row(
                 name=f"{self.cell} {name}",
                 value=way.median_s,
                 unit="s",
-                baseline=ddp_s,
+                baseline=run.ways[DDP.name].median_s,
                 limit=way.limit_s,
                 ratio=self.ratio(name),
                 goal=DDP_GOAL if name == JOINT.name else None,
             )
         best = self.best(with_engine=True)
-        ratio = joint_s / self.ways[best].median_s
+        ratio = self.ratio(JOINT.name) / self.ratio(best)
         yield Row(name=f"{self.cell} joint over {best}", value=ratio, unit="x", goal=BEST_GOAL)
 
 

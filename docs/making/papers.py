@@ -180,9 +180,9 @@ def peers_part(data: Path, base: str, pairs: Sequence[Pair]) -> str:
     cells: list[CellTimes] = list(read_cells(data / "peers.json").values())
     rows = []
     for label, way, other, paper in pairs:
-        ratios = [one.ratio(way) / one.ratio(other) for one in cells if {way, other} <= one.ways.keys()]
+        ratios = [one.ratio(way) / one.ratio(other) for one in cells if {way, other} <= set(one.names)]
         rows.append([label, paper, _span(ratios) if ratios else "not timed"])
-    dates = _span_of_words(one.date for one in cells)
+    dates = _span_of_words(run.date for one in cells for run in one.runs)
     names = ", ".join(f"`{one.cell}`" for one in cells) if len(cells) < 3 else f"{len(cells)}, from least to most"
     return (
         f"Measured: seconds of a step over those of {base}, `python -m bench peers`, {dates},\n"

@@ -53,19 +53,20 @@ def tables(cells: list[tuple[PeerCell, CellTimes]]) -> str:
         network = f"{format_rate(cell.rate_bit_per_s)}, {format_seconds(cell.latency_s)}"
         ddp_s, share = format_seconds(time.ways[DDP.name].median_s), f"{time.exchange_share:.0%}"
         other = f"{best}, {time.ratio(best):.2f}"
-        plan = time.ways[JOINT.name].plan or ""
+        plan = time.joint.plan or ""
         rows.append([letter, cell.model, network, f"{time.divisor:g}", ddp_s, share, plan, other, bound])
     ways = [["way", "accuracy", *letters], ["---"] * (2 + len(letters))]
     for name in WAYS:
-        shown = [f"{time.ratio(name):.2f}" if name in time.ways else "" for time in times]
+        shown = [f"{time.ratio(name):.2f}" if name in time.names else "" for time in times]
         if any(shown):
             ways.append([f"**{name}**" if name == JOINT.name else name, ACCURACY_OF.get(name, "limit"), *shown])
-    machines = sorted({f"{time.machine['cpu']}, {time.machine['cores']} cores" for time in times})
-    dates = [time.date for time in times]
+    runs = [run for time in times for run in time.runs]
+    machines = sorted({f"{run.machine['cpu']}, {run.machine['cores']} cores" for run in runs})
+    dates = [run.date for run in runs]
     spread = median(
-        (way.quartiles_s[1] - way.quartiles_s[0]) / way.median_s for time in times for way in time.ways.values()
+        (way.quartiles_s[1] - way.quartiles_s[0]) / way.median_s for run in runs for way in run.ways.values()
     )
-    head = f"{times[0].num_ranks} ranks, medians of {min(time.num_rounds for time in times)} rounds or more;"
+    head = f"{times[0].num_ranks} ranks, medians of {min(run.num_rounds for run in runs)} rounds or more;"
     where = f"{'; '.join(machines)}; {min(dates)} to {max(dates)}"
     return (
         f"{head} {where}.\nThe middle half of a way's steps spreads over {spread:.1%} of its time.\n\n"
@@ -87,7 +88,7 @@ def draw(cells: list[tuple[PeerCell, CellTimes]]) -> Figure:
     axes = figure.subplots()
     for y, (_, time) in enumerate(cells):
         axes.plot(time.ratio(NOOP.name), y, "|", color=style.INK, markersize=16, markeredgewidth=2)
-        for name in time.ways:
+        for name in time.names:
             if name in ACCURACY_OF:
                 color, filled = _COLORS[ACCURACY_OF[name]], WAYS[name].has_engine
                 marker, size = ("D", 9) if name == JOINT.name else ("o", 6)

@@ -253,6 +253,42 @@ def test_cells_of_a_file_are_not_measured_again_unless_they_are_named(
     assert (done.exit_code, "give one of them" in done.output) == (2, True)
 
 
+def test_ways_measured_again_are_compared_with_ddp_of_their_own_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, path = QUICK.cells[0].name, tmp_path / "peers.json"
+    divisor = QUICK.cells[0].divisor()
+    runs = iter(
+        [
+            times(name, divisor, noop=0.1, ddp=2.0, cupcake=1.0, joint=1.5),
+            times(name, divisor, noop=0.1, ddp=1.0, joint=0.4),
+            times(name, divisor, noop=0.1, ddp=4.0, joint=1.0),
+            times(name, 2 * divisor, noop=0.1, ddp=1.0, joint=0.4),
+        ]
+    )
+    monkeypatch.setattr(measure, "measure_cell", lambda *_: next(runs))
+
+    def run_again(*ways: str) -> CellTimes:
+        done = CliRunner().invoke(bench, ["peers", "--cells", name, *ways, "--save", str(path)])
+        assert done.exit_code == 0, done.output
+        return read_cells(path)[name]
+
+    run_again()
+    cell = run_again("--ways", "joint")
+    assert {way: cell.ratio(way) for way in cell.names} == {"noop": 0.1, "ddp": 1.0, "joint": 0.4, "cupcake": 0.5}
+    assert (cell.best(with_engine=True), len(cell.runs)) == ("cupcake", 2)
+    rows = {row.name: row for row in cell.rows()}
+    assert (rows[f"{name} cupcake"].baseline, rows[f"{name} joint over cupcake"].value) == (2.0, 0.8)
+    # The run between has no way of its own left.
+    cell = run_again("--ways", "joint")
+    assert ([run.ways["ddp"].median_s for run in cell.runs], cell.ratio("joint")) == ([4.0, 2.0], 0.25)
+    # Times of a model that is divided by another number are no longer of this cell.
+    assert run_again("--ways", "joint").names == ["noop", "ddp", "joint"]
+
+    done = CliRunner().invoke(bench, ["peers", "--ways", "joint,cupcakes"])
+    assert (done.exit_code, "way 'cupcakes' is not allowed" in done.output) == (2, True)
+
+
 def test_tables_and_picture_are_made_from_the_file() -> None:
     assert peers_table.PAGE.read_text() == peers_table.page(), "run: .venv/bin/python -m docs.making.peers_table"
     canvas = FigureCanvasAgg(peers_table.draw(peers_table.usual()))
