@@ -34,16 +34,21 @@ class HeldPlans:
     """Plans that this rank holds and that are not in force yet, by version. For any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._plans: dict[int, Plan] = {}
 
     def add(self, plan: Plan, in_force: Plan) -> None:
         """Hold a plan. Raises PlanError if it is not newer than all others."""
         with self._lock:
-            newest = max(held.last_version for held in (in_force, *self._plans.values()))
+            newest = self.newest(in_force)
             if plan.version <= newest:
                 raise PlanError(f"plan {plan.version} is not newer than plan {newest}; give it a higher version")
             self._plans[plan.version] = plan
+
+    def newest(self, in_force: Plan) -> int:
+        """Return the newest version that is in force or held, with that of its fallback."""
+        with self._lock:
+            return max(plan.last_version for plan in (in_force, *self._plans.values()))
 
     def take(self, version: int) -> Plan:
         """Return a plan that is held, and forget it and those before it."""

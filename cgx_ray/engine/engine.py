@@ -51,6 +51,7 @@ class Engine:
     ends when all groups are averaged.
 
     step         number of the step under way, or of the next one: it goes up before the last bucket goes back
+    held         plans that are not in force yet
     streams      those of the gradients' device
     trace        gets the spans of every step, if there is one
     observed     what the training reports: loss, learning rate, pauses
@@ -94,7 +95,7 @@ class Engine:
         self._gains = GainSchedule(candidates, layers, by_layer, device, sums_layers=sums_layers)
         self.agreement = Agreement(transport)
         self._banks = Banks(self._layers, transport, device, judged_together)
-        self._held = HeldPlans()
+        self.held = HeldPlans()
         self.telemetry = Telemetry(transport.rank)
         self.observed = ObservedTraining()
         self._failure: CGXError | None = None
@@ -173,7 +174,7 @@ class Engine:
         """
         plan.check(self.layers, self._transport.world_size)
         build_for(plan, codecs_on_device(plan, self._transport), self.device)
-        self._held.add(plan, self.plan)
+        self.held.add(plan, self.plan)
 
     @property
     def layers(self) -> list[Layer]:
@@ -336,7 +337,7 @@ class Engine:
         self._banks.settle()
         version, affordable_from = self.agreement.settle() or (self.plan.version, 0)
         if version > self.plan.version:
-            self.plan = self._held.take(version)
+            self.plan = self.held.take(version)
         bank, steps = self._banks.gradients, range(self.step, self.step + 1)
         if isinstance(first, PendingBucket) and first.content is Content.CHANGES:
             bank, steps = self._banks.changes, first.steps
@@ -383,7 +384,7 @@ class Engine:
         self.agreement.post(
             step=number,
             in_force=self.plan,
-            held=self._held,
+            held=self.held,
             affordable_from=self._gains.affordable_from,
             loss_scale=self._banks.gradients.memories.scale,
             weights=weights,

@@ -1,6 +1,7 @@
-"""Plans that a user would write by hand, which a mixture of options must clearly beat.
+"""Plans that a user would write by hand, which others must clearly beat.
 
-A mixture rests on more predictions than a plan with one option, and is harder to understand.
+Others rest on more predictions and are harder to understand. Of their groups, those that a prediction calls equal have
+taken up to 13 % longer on emulated networks than some of equal size (log 129).
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from cgx_ray.plan import CodecSpec, Option, Scheme, make_plan
+from cgx_ray.plan import DEFAULT_GROUP_BYTES, FIRST_GROUP_BYTES, CodecSpec, Option, Scheme, make_plan
 from cgx_ray.planner.chain import max_numel
 from cgx_ray.planner.joint import BestPlan
 from cgx_ray.planner.planned_group import PlannedGroup, groups_of
@@ -22,8 +23,10 @@ BY_HAND = (
     (CodecSpec.parse("qsgd:bits=4"), Scheme.ALLGATHER),
     (CodecSpec.parse("qsgd:bits=8"), Scheme.SRA),
 )
-# Share of the score that a mixture must save over them.
-MIXED_SAVING = 0.05
+# Share of the score that others must save over them.
+LEAST_SAVING = 0.05
+# Groups of a gradient that is smaller than so many of the default size: while one is encoded or summed, others travel.
+NUM_GROUPS = 4
 
 
 def plans_by_hand(
@@ -34,6 +37,8 @@ def plans_by_hand(
     min_gain  as for `best_plan`
     """
     layers, found = measured.layers, []
+    num_bytes = sum(layer.dense_bytes for layer in layers)
+    group_bytes = min(DEFAULT_GROUP_BYTES, max(FIRST_GROUP_BYTES, num_bytes // NUM_GROUPS))
     longest = max((layer.numel for layer in layers), default=0)
     for option in options if not measured.fixed else ():
         keeps_enough = (measured.efficiency(option) or 0.0) >= min_gain
@@ -46,6 +51,7 @@ def plans_by_hand(
                 scheme=option.scheme,
                 intra=option.intra,
                 device=option.device,
+                group_bytes=group_bytes,
             )
             found.append(groups_of(plan, layers))
     return found
@@ -59,9 +65,9 @@ def unless_by_hand(
     *,
     min_gain: float = 0.0,
 ) -> BestPlan:
-    """Return `found` unless its best plan is a mixture that saves less than MIXED_SAVING over plans by hand.
+    """Return `found` unless its best plan saves less than LEAST_SAVING over plans by hand.
 
-    A plan with one option only has to be no worse than them by that share.
+    A dense plan only has to be no worse than them by that share.
 
     options   of plans by hand that may be taken
     score     of the groups of a plan, smaller is better
@@ -70,9 +76,7 @@ def unless_by_hand(
     by_hand = plans_by_hand(measured, options, min_gain)
     if not by_hand:
         return found
-    small = {layer.name for layer in measured.layers if layer.is_small}
-    is_mixed = len({group.option for group in found.best.groups if not small.issuperset(group.layers)}) > 1
-    promised = MIXED_SAVING if is_mixed else -MIXED_SAVING
+    promised = -LEAST_SAVING if found.best.is_dense else LEAST_SAVING
     return with_best(found, min(by_hand, key=score), measured, score, promised=promised)
 
 

@@ -84,7 +84,7 @@ def explore(
         make_plan(
             engine.layers, version=version, world_size=world_size, codec=spec, scheme=scheme, group_bytes=group_bytes
         )
-        for version, spec in enumerate(specs, engine.plan.version + 1)
+        for version, spec in enumerate(specs, _newest(engine, group) + 1)
     ]
     # Check all plans before the first step: a plan in force cannot be undone.
     for plan in plans:
@@ -111,6 +111,13 @@ def explore(
     with _restored(engine, stateful):
         _enter(engine, replace(plans[trials.index(best)], version=engine.plan.version + 1), step)
     return Exploration(trials=tuple(trials), front=front(trials), knee=best, plan=engine.plan)
+
+
+def _newest(engine: Engine, group: dist.ProcessGroup) -> int:
+    """Return the newest version that a rank has; after an exploration that failed, its plan may not be in force."""
+    newest = torch.tensor(engine.held.newest(engine.plan), dtype=torch.int64, device="cpu")
+    dist.all_reduce(newest, op=dist.ReduceOp.MAX, group=group)
+    return int(newest)
 
 
 def _enter(engine: Engine, plan: Plan, step: Callable[[int], object]) -> None:

@@ -39,11 +39,11 @@ def test_a_codec_that_failed_is_not_tried_again_soon_and_the_others_are(tmp_path
     run.gbps, run.slowdown_of = 0.5, {"qsgd": 3.5}
     first, second = run.run(FEW + WARM_UP_STEPS + FEW)
     assert "qsgd" in first.reason
-    assert second.reason.startswith("steps took 1.28 s instead of the predicted 365 ms: bf16 over sra")
+    assert second.reason.startswith("steps took 1.28 s instead of the predicted 364 ms: bf16 over allreduce")
     later = run.run(200)
     used = {option.codec.name for plan in run.loop.plans[2:] for option in non_dense_options(plan)}
     assert "qsgd" not in used, [decision.reason for decision in later]
-    assert run.loop.plans[-1].describe() == "bf16 over sra"
+    assert run.loop.plans[-1].describe() == "bf16 over allreduce"
 
 
 @pytest.mark.long

@@ -32,9 +32,9 @@ def test_first_decision_comes_after_three_steps_and_leaves_dense_on_a_slow_netwo
     assert [decision.kind for decision in decisions] == ["replace"]
     assert run.loop.plans[-1].describe() == "qsgd 4-bit over sra"
     assert decisions[0].reason == (
-        "first measurements: qsgd 4-bit over sra (1 group), dense (1 group); predicted 620 ms per step (dense 2.7 s), "
-        "expected loss 1.005 ± 0.006 of dense; topk 10 %: a step counts as 70.0% of a dense one, and min_gain allows "
-        "81.0% or more; topk 1 %: a step counts as 30.0% of a dense one, and min_gain allows 81.0% or more"
+        "first measurements: qsgd 4-bit over sra (2 groups), dense over sra (1 group); predicted 620 ms per step "
+        "(dense 2.7 s), expected loss 1.005 ± 0.006 of dense; topk 10 %: a step counts as 70.0% of a dense one, "
+        "and min_gain allows 81.0% or more; topk 1 %: a step counts as 30.0% of a dense one, and min_gain allows 81.0% or more"
     )
 
 
@@ -83,7 +83,7 @@ def test_every_decision_is_journalled_with_its_prediction_and_then_its_outcome(t
     qsgd = "qsgd:bits=4,bucket_size=128 over sra"
     assert (decision["new"]["version"], decision["new"]["plan"]) == (1, "qsgd 4-bit over sra")
     options = {name: (one["groups"], one["layers"], one["numel"]) for name, one in decision["new"]["options"].items()}
-    assert options == {qsgd: (1, 2, 5_000_000), "dense": (1, 1, 1_000)}
+    assert options == {qsgd: (2, 2, 5_000_000), "none over sra": (1, 1, 1_000)}
     quantized = decision["new"]["options"][qsgd]
     assert quantized["dense_bytes"] == 20_000_000
     assert quantized["wire_bytes"] == CodecSpec.parse("qsgd").payload_bytes(5_000_000)
@@ -147,7 +147,7 @@ def test_codecs_that_keep_too_little_are_not_chosen(tmp_path: Path) -> None:
     run = start(tmp_path, min_gain=0.999)
     run.gbps = 0.01
     run.run(5)
-    assert run.loop.plans[-1].describe() == "bf16 over sra"
+    assert run.loop.plans[-1].describe() == "bf16 over allreduce"
 
 
 def test_a_static_policy_never_decides(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_bans_errors_and_gains_go_on_over_a_restart_and_a_resize(tmp_path: Path)
     run = start(tmp_path)
     run.gbps, run.slowdown_of = 0.5, {"qsgd": 3.5}
     run.run(40)
-    assert run.loop.plans[-1].describe() == "bf16 over sra"
+    assert run.loop.plans[-1].describe() == "bf16 over allreduce"
     learned = run.loop.history().learned
     assert learned is not None
     for world_size in (WORLD, 3, WORLD):
@@ -212,7 +212,7 @@ def test_bans_errors_and_gains_go_on_over_a_restart_and_a_resize(tmp_path: Path)
             ),
             now_s=42.0,
         )
-        assert plan.describe() == "bf16 over sra"
+        assert plan.describe() == "bf16 over allreduce"
         now = run.loop.history().learned
         assert now is not None
         assert now.errors is learned.errors

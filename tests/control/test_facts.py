@@ -16,8 +16,8 @@ from cgx_ray.plan import make_plan
 
 def test_facts_are_known_at_every_step_also_between_a_decision_and_its_first_step(tmp_path: Path) -> None:
     run = start(tmp_path)
-    # One group per layer, so that the plans after it have fewer groups.
-    first = make_plan(LAYERS, version=0, world_size=WORLD, group_bytes=1)
+    # One group, so that the plans after it have more.
+    first = make_plan(LAYERS, version=0, world_size=WORLD, group_bytes=1 << 30, first_bytes=1 << 30)
     run.loop.plans.clear()
     run.loop.register(registration(first_plan=first))
     facts: list[LoopFacts] = []

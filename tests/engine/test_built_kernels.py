@@ -33,7 +33,7 @@ class _Builds:
         if self.attachment is not None:
             engine = self.attachment._engine
             assert isinstance(engine, module.Engine)
-            self.known.append([engine.plan.version, *engine._held.at(0, engine.plan)[0]])
+            self.known.append([engine.plan.version, *engine.held.at(0, engine.plan)[0]])
         if self.error is not None:
             raise self.error
 

@@ -89,6 +89,9 @@ def _explore(rank: int) -> dict[str, Any]:
     with pytest.raises(cgx_ray.ConfigError, match=r"policy Adaptive.* chooses plans itself"):
         attachment.explore(stateful, run.step)
     process.session = None
+    # The one that failed had a plan on its way.
+    last = attachment.explore(stateful, run.step, candidates=CANDIDATES[:1], iterations=4)
+    assert (last.plan.version, attachment.plan) == (11, last.plan)
     run.step(3)
     assert attachment.last_step is not None
     last = attachment.last_step
@@ -115,7 +118,7 @@ def test_exploration_leaves_no_trace_but_the_plan_of_the_knee() -> None:
     assert found.plan.version == 4
     assert "0 times" in first["errors"][0]
     assert "iterations 1 is not allowed" in first["errors"][1]
-    assert first["last"] == (3, 8)
+    assert first["last"] == (3, 11)
 
 
 def test_a_trigger_fires_at_another_gain_or_another_exchange_time() -> None:

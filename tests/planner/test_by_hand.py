@@ -1,4 +1,4 @@
-"""Plans by hand: a mixture must beat them clearly, in `cgx-ray plan` as in a run."""
+"""Plans by hand: others must beat them clearly, in `cgx-ray plan` as in a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.policy import PlannerInput, Situation
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, CodecSpec, Option, Scheme, make_plan
-from cgx_ray.planner.by_hand import BY_HAND, MIXED_SAVING, plans_by_hand, unless_by_hand
+from cgx_ray.planner.by_hand import BY_HAND, LEAST_SAVING, NUM_GROUPS, plans_by_hand, unless_by_hand
 from cgx_ray.planner.candidates import codec_options
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.joint import BestPlan
@@ -79,28 +79,38 @@ def groups_under(*options: Option) -> tuple[PlannedGroup, ...]:
 
 
 @pytest.mark.parametrize(
-    ("saved", "stays"), [(MIXED_SAVING + 0.001, True), (MIXED_SAVING - 0.001, False), (-0.2, False)]
+    ("saved", "stays"), [(LEAST_SAVING + 0.001, True), (LEAST_SAVING - 0.001, False), (-0.2, False)]
 )
-def test_a_mixture_must_save_its_share(saved: float, stays: bool) -> None:
+@pytest.mark.parametrize("others", [(), (Option(codec=BF16, scheme=Scheme.ALLREDUCE),)])
+def test_plans_must_save_their_share(saved: float, stays: bool, others: tuple[Option, ...]) -> None:
     now = measured()
-    sra = Option(codec=QSGD, scheme=Scheme.SRA)
-    mixture = groups_under(sra, Option(codec=BF16, scheme=Scheme.ALLREDUCE))
-    found = BestPlan(best=predict(now, mixture), dense=predict(now, groups_under(DENSE)), gap=0.0)
-    chosen = unless_by_hand(found, now, OPTIONS, lambda groups: 1 - saved if groups == mixture else 1.0)
+    own = groups_under(Option(codec=QSGD, scheme=Scheme.SRA), *others)
+    found = BestPlan(best=predict(now, own), dense=predict(now, groups_under(DENSE)), gap=0.0)
+    chosen = unless_by_hand(found, now, OPTIONS, lambda groups: 1 - saved if groups == own else 1.0)
     assert (chosen is found) is stays
     if not stays:
         assert chosen.best.groups in plans_by_hand(now, OPTIONS)
         assert chosen.gap == pytest.approx(max(0.0, saved))
 
 
-def test_a_plan_with_one_option_gives_way_only_to_what_is_clearly_better() -> None:
+def test_dense_gives_way_only_to_what_is_clearly_better() -> None:
     now = measured()
-    alone = groups_under(Option(codec=QSGD, scheme=Scheme.SRA))
-    found = BestPlan(best=predict(now, alone), dense=predict(now, groups_under(DENSE)), gap=0.0)
+    dense = groups_under(DENSE)
+    found = BestPlan(best=predict(now, dense), dense=predict(now, dense), gap=0.0)
     for own, stays in ((1.04, True), (1.06, False)):
-        scores = defaultdict(lambda: 1.0, {alone: own})
+        scores = defaultdict(lambda: 1.0, {dense: own})
         chosen = unless_by_hand(found, now, OPTIONS, scores.__getitem__)
         assert (chosen is found) is stays
+
+
+@pytest.mark.parametrize(("model", "most"), [("resnet18", 12 << 20), ("resnet50", 25 << 20), ("vgg16", 25 << 20)])
+def test_groups_of_a_plan_by_hand_are_a_quarter_of_a_small_gradient(model: str, most: int) -> None:
+    now = replace(measured(), layers=load_model(model).layers, backward_s=load_model(model).step_s(0.1))
+    num_bytes = {layer.name: layer.dense_bytes for layer in now.layers}
+    for groups in plans_by_hand(now, OPTIONS):
+        assert len(groups) >= NUM_GROUPS
+        # The layer that fills a group is its last one.
+        assert max(group.dense_bytes - num_bytes[group.layers[-1]] for group in groups) < most
 
 
 def test_only_allowed_options_are_taken_and_none_where_some_layers_are_fixed() -> None:
