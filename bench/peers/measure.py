@@ -14,7 +14,7 @@ groups are f times smaller, and backward and latency f times shorter, so that DD
 same rate each part of the step then takes 1/f of its time, except what messages cost the processor: that is as in the
 real step, so it weighs f times as much. It slows down ways with many messages, as ours. A latency below 0.05 ms cannot
 be emulated and is that. Layers of fewer than 1,024 f elements count as small, and are sent uncompressed by most of our
-plans. Plans by hand, with which "joint" is compared, keep groups of 25 MB. Seconds are printed as measured, f beside
+plans, and plans by hand, with which "joint" is compared, have four groups. Seconds are printed as measured, f beside
 them: times f, they would pretend that messages had been paid for too.
 
 Bounds and plans take the network as it was set. Two cores carry half of four links of 2.5 Gbit/s, see docs/lab.md, so

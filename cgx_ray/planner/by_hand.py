@@ -27,6 +27,8 @@ BY_HAND = (
 LEAST_SAVING = 0.05
 # Groups of a gradient that is smaller than so many of the default size: while one is encoded or summed, others travel.
 NUM_GROUPS = 4
+# They have at least so many bytes, or their messages cost more than that saves.
+LEAST_GROUP_BYTES = 1 << 18
 
 
 def plans_by_hand(
@@ -38,7 +40,7 @@ def plans_by_hand(
     """
     layers, found = measured.layers, []
     num_bytes = sum(layer.dense_bytes for layer in layers)
-    group_bytes = min(DEFAULT_GROUP_BYTES, max(FIRST_GROUP_BYTES, num_bytes // NUM_GROUPS))
+    group_bytes = min(DEFAULT_GROUP_BYTES, max(LEAST_GROUP_BYTES, num_bytes // NUM_GROUPS))
     longest = max((layer.numel for layer in layers), default=0)
     for option in options if not measured.fixed else ():
         keeps_enough = (measured.efficiency(option) or 0.0) >= min_gain
@@ -52,6 +54,7 @@ def plans_by_hand(
                 intra=option.intra,
                 device=option.device,
                 group_bytes=group_bytes,
+                first_bytes=min(FIRST_GROUP_BYTES, group_bytes),
             )
             found.append(groups_of(plan, layers))
     return found

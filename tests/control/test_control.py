@@ -34,7 +34,8 @@ def test_first_decision_comes_after_three_steps_and_leaves_dense_on_a_slow_netwo
     assert decisions[0].reason == (
         "first measurements: qsgd 4-bit over sra (2 groups), dense over sra (1 group); predicted 620 ms per step "
         "(dense 2.7 s), expected loss 1.005 ± 0.006 of dense; topk 10 %: a step counts as 70.0% of a dense one, "
-        "and min_gain allows 81.0% or more; topk 1 %: a step counts as 30.0% of a dense one, and min_gain allows 81.0% or more"
+        "and min_gain allows 81.0% or more; topk 1 %: a step counts as 30.0% of a dense one, and min_gain allows 81.0% "
+        "or more"
     )
 
 

@@ -77,6 +77,8 @@ def test_an_object_that_cannot_reach_the_deciding_process_is_refused() -> None:
         def decide(self, situation: Situation) -> Decision | None:
             return None
 
+    with pytest.raises(ConfigError, match=r"^policy Settings\(.{71}\.\.\. is not allowed; give a name"):
+        as_policy(Settings(), {})
     with pytest.raises(ConfigError, match=r"cannot be sent to the process that decides .*give an object that can be p"):
         as_policy(Local(), {})
     Local.__module__ = "__main__"

@@ -90,8 +90,8 @@ def _explore(rank: int) -> dict[str, Any]:
         attachment.explore(stateful, run.step)
     process.session = None
     # The one that failed had a plan on its way.
-    last = attachment.explore(stateful, run.step, candidates=CANDIDATES[:1], iterations=4)
-    assert (last.plan.version, attachment.plan) == (11, last.plan)
+    recovered = attachment.explore(stateful, run.step, candidates=CANDIDATES[:1], iterations=4)
+    assert (recovered.plan.version, attachment.plan) == (11, recovered.plan)
     run.step(3)
     assert attachment.last_step is not None
     last = attachment.last_step

@@ -25,17 +25,20 @@ OWN: Mapping[str, type[Policy]] = {
     "static": Static,
 }
 ENTRY_POINTS = "cgx_ray.policies"
+# Characters of an object that an error shows at most.
+LONGEST_SHOWN = 80
 
 
 def as_policy(policy: object, arguments: Mapping[str, Any]) -> Policy:
     """Return `policy`, or the one that it names, made with those of `arguments` that are not None."""
     given = {name: value for name, value in arguments.items() if value is not None}
     found = _named_policy(policy, given) if isinstance(policy, str) else policy
+    shown = repr(policy) if len(repr(policy)) <= LONGEST_SHOWN else f"{repr(policy)[:LONGEST_SHOWN]}..."
     if found is policy and given:
-        raise ConfigError(f"{', '.join(given)} cannot be given beside policy {policy!r}; give it to the policy itself")
+        raise ConfigError(f"{', '.join(given)} cannot be given beside policy {shown}; give it to the policy itself")
     if isinstance(found, type) or not isinstance(found, Policy):
         raise ConfigError(
-            f"policy {policy!r} is not allowed; give a name such as 'adaptive', or an object such as "
+            f"policy {shown} is not allowed; give a name such as 'adaptive', or an object such as "
             "Adaptive(fidelity='balanced') or one whose class is a subclass of cgx_ray.policies.Policy"
         )
     try:
@@ -44,7 +47,7 @@ def as_policy(policy: object, arguments: Mapping[str, Any]) -> Policy:
         pickle.dumps(found)
     except Exception as error:
         raise ConfigError(
-            f"policy {found!r} cannot be sent to the process that decides ({error}); give an object that can be "
+            f"policy {shown} cannot be sent to the process that decides ({error}); give an object that can be "
             "pickled, and whose class is in a module that can be imported"
         ) from error
     return found
