@@ -239,7 +239,7 @@ class Adaptive(Policy):
         return with_best(found, best, planner_input.now, planner_input.score, promised=-MIN_IMPROVEMENT)
 
     def _best_predicted(self, situation: Situation, allowed: Sequence[Option]) -> BestPlan:
-        """Return the best plan by prediction. A mixture must beat what one would write by hand."""
+        """Return the best plan by prediction, which must beat what one would write by hand."""
         planner_input = situation.planner_input
         found = planner_input.best(allowed, self._least_gain)
         return unless_by_hand(found, planner_input.now, allowed, planner_input.score, min_gain=self._least_gain)
