@@ -167,12 +167,21 @@ _QUICK_CELLS = ("resnet50/100mbit/1ms", "resnet50/1gbit/0.1ms")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeersOptions:
-    """Options of the bench. `ways`: names in `WAYS`, among them noop and ddp, which all others are compared with."""
+    """Options of the bench.
+
+    ways  names in `WAYS`, among them noop and ddp, which all others are compared with, and joint, which is judged
+
+    Raises ConfigError for a name that is not in `WAYS`.
+    """
 
     cells: Sequence[PeerCell] = USUAL_CELLS
     ways: Sequence[str] = tuple(WAYS)
     num_ranks: int = NUM_RANKS
     num_rounds: int = 5
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.ways if name not in WAYS]:
+            raise ConfigError(f"way {unknown[0]!r} is not allowed; give names among {', '.join(WAYS)}")
 
 
 QUICK = PeersOptions(cells=tuple(map(PeerCell.parse, _QUICK_CELLS)), ways=_QUICK_WAYS, num_rounds=3)

@@ -27,7 +27,7 @@ is left out where f is more than 5. Optimizers do not run, also not in local SGD
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from statistics import median, quantiles
 
 import click
 
-from bench.peers.cases import ALL_CELLS, DDP, NOOP, QUICK, WAYS, PeerCell, PeersOptions, ways_for
+from bench.peers.cases import ALL_CELLS, DDP, JOINT, NOOP, QUICK, PeerCell, PeersOptions, ways_for
 from bench.peers.record import CellTimes, WayTime, judged, read_cells, write_cells
 from bench.shared.runner import BenchRun, OnPart, bench_command
 from bench.step.measure import measure_step
@@ -48,7 +48,7 @@ from cgx_ray.report.result import Row, commit, machine
 @click.option("--cells", metavar="NAME,...", help="Measure these, such as resnet50/100mbit/1ms.  [default: 12 of 64]")
 @click.option("--all", "every", is_flag=True, help="Measure all 64 cells.")
 @click.option(
-    "--ways", metavar="NAME,...", help="Time these beside noop and ddp, such as joint,qsgd_sra.  [default: all]"
+    "--ways", metavar="NAME,...", help="Time these beside noop, ddp and joint, such as qsgd_sra.  [default: all]"
 )
 @click.option("--save", type=FILE, metavar="FILE", help="Keep each cell there as soon as it is measured; see below.")
 def peers(run: BenchRun, cells: str | None, every: bool, ways: str | None, save: Path | None) -> Iterable[Row]:
@@ -66,7 +66,7 @@ def peers(run: BenchRun, cells: str | None, every: bool, ways: str | None, save:
     elif cells:
         options = PeersOptions(cells=tuple(map(PeerCell.parse, cells.split(","))))
     if ways:
-        options = replace(options, ways=_checked(ways.split(",")))
+        options = replace(options, ways=(NOOP.name, DDP.name, JOINT.name, *ways.split(",")))
     run.title += f", {options.num_ranks} ranks"
     known = read_cells(save) if save is not None else {}
     found = []
@@ -84,13 +84,6 @@ def peers(run: BenchRun, cells: str | None, every: bool, ways: str | None, save:
             run.print_text(f"Left out: {way} in {cell.name}; {reason}.")
         found.append(times)
     return judged(found)
-
-
-def _checked(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of these ways, of noop and of ddp. Raises ConfigError for one that is none."""
-    if unknown := [name for name in names if name not in WAYS]:
-        raise ConfigError(f"way {unknown[0]!r} is not allowed; give names among {', '.join(WAYS)}")
-    return tuple(dict.fromkeys((NOOP.name, DDP.name, *names)))
 
 
 def _report(on_part: OnPart, index: int, num_cells: int, part: str, share: float) -> None:

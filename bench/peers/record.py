@@ -43,7 +43,7 @@ class CellTimes:
 
     cell      its name
     divisor   of layers, backward and latency
-    ways      by name, among them noop and ddp
+    ways      by name, among them noop, ddp and joint
     left_out  reasons by name of the way
     earlier   a run before, which has ways that this one has not. Each way is compared with those of its own run
     """
@@ -110,7 +110,7 @@ class CellTimes:
     @property
     def joint(self) -> WayTime:
         """Times of the planner's plan."""
-        return self.run_of(JOINT.name).ways[JOINT.name]
+        return self.ways[JOINT.name]
 
     @property
     def over_limit(self) -> float:

@@ -266,7 +266,13 @@ def test_ways_measured_again_are_compared_with_ddp_of_their_own_run(
             times(name, 2 * divisor, noop=0.1, ddp=1.0, joint=0.4),
         ]
     )
-    monkeypatch.setattr(measure, "measure_cell", lambda *_: next(runs))
+    asked = []
+
+    def fake(cell: PeerCell, options: PeersOptions, on_part: object) -> CellTimes:
+        asked.append({*options.ways})
+        return next(runs)
+
+    monkeypatch.setattr(measure, "measure_cell", fake)
 
     def run_again(*ways: str) -> CellTimes:
         done = CliRunner().invoke(bench, ["peers", "--cells", name, *ways, "--save", str(path)])
@@ -283,7 +289,10 @@ def test_ways_measured_again_are_compared_with_ddp_of_their_own_run(
     cell = run_again("--ways", "joint")
     assert ([run.ways["ddp"].median_s for run in cell.runs], cell.ratio("joint")) == ([4.0, 2.0], 0.25)
     # Times of a model that is divided by another number are no longer of this cell.
-    assert run_again("--ways", "joint").names == ["noop", "ddp", "joint"]
+    assert run_again("--ways", "cupcake").names == ["noop", "ddp", "joint"]
+    # All are compared with the first three.
+    compared = {"noop", "ddp", "joint"}
+    assert asked == [{*WAYS}, compared, compared, {*compared, "cupcake"}]
 
     done = CliRunner().invoke(bench, ["peers", "--ways", "joint,cupcakes"])
     assert (done.exit_code, "way 'cupcakes' is not allowed" in done.output) == (2, True)
