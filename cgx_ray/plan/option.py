@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeGuard, TypeVar
 
-from cgx_ray.errors import ConfigError, names_arguments
+from cgx_ray.errors import ConfigError, names_arguments, unknown
 from cgx_ray.plan.built_in import BUILT_IN
 from cgx_ray.plan.codec_record import CodecRecord
 from cgx_ray.plan.codec_spec import CodecSpec
@@ -234,3 +234,32 @@ def preferred_scheme(codec: CodecSpec) -> Scheme:
     preferred = Scheme.DENSE if codec == NONE else Scheme.SRA
     candidates: tuple[Scheme, ...] = (preferred, *Scheme)
     return next(scheme for scheme in candidates if carries(scheme, codec.record))
+
+
+# A codec; or a codec, a scheme and, if it is not make_plan's, intra.
+Given = (
+    Option | CodecSpec | str | tuple[CodecSpec | str, Scheme | str] | tuple[CodecSpec | str, Scheme | str, Intra | str]
+)
+
+
+def as_option(given: Given, intra: Intra | str = Intra.FLAT) -> Option:
+    """Return an Option from objects or text. `intra`: the default of its third part. A codec gets its usual scheme."""
+    if isinstance(given, Option):
+        return given
+    if Option.is_text(given):
+        return Option.parse(given)
+    if isinstance(given, str | CodecSpec):
+        codec = given if isinstance(given, CodecSpec) else CodecSpec.parse(given)
+        return Option(codec=codec, scheme=preferred_scheme(codec))
+    if not isinstance(given, tuple) or len(given) not in (2, 3):
+        raise ConfigError(
+            f"{given!r} is not a codec and a scheme; give a codec such as 'qsgd:bits=8', or a pair such as "
+            "('topk:density=0.01', 'allgather')"
+        )
+    codec, scheme, inside = (*given, intra)[:3]
+    if scheme not in tuple(Scheme):
+        raise ConfigError(unknown("scheme", scheme, tuple(Scheme)))
+    if inside not in tuple(Intra):
+        raise ConfigError(unknown("intra", inside, tuple(Intra)))
+    codec = codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec)
+    return Option(codec=codec, scheme=Scheme(scheme), intra=Intra(inside))

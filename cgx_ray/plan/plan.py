@@ -10,15 +10,17 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar
 
-from cgx_ray.errors import CGXError, ConfigError, PlanError, names_arguments, unknown
+from cgx_ray.errors import CGXError, ConfigError, PlanError, names_arguments
 from cgx_ray.plan.codec_spec import CodecSpec
 from cgx_ray.plan.option import (
     DENSE,
     NONE,
     Device,
+    Given,
     Intra,
     Option,
     Scheme,
+    as_option,
     preferred_scheme,
 )
 
@@ -27,6 +29,10 @@ SMALL_LAYER_NUMEL = 1024
 FIRST_GROUP_BYTES = 1 << 20
 # As DDP's buckets. ResNet50 on 4 ranks with 2 cores took 395 ms per step over qsgd in groups of 4 MiB, 342 ms in these.
 DEFAULT_GROUP_BYTES = 25 << 20
+# Compressed groups of a smaller gradient than so many of that size: while one is encoded or summed, others travel.
+NUM_GROUPS = 4
+# They have at least so many bytes, or their messages cost more than that saves.
+LEAST_GROUP_BYTES = 1 << 18
 # Encoded bytes. Schemes cut longer chunks, so that coding and sending overlap; docs/log/2026-11-22.md has other sizes.
 PIECE_BYTES = 1 << 20
 # The same where a device encodes: 3 ms at 10 Gbit/s. A piece costs the host 2 ms there, and the device microseconds.
@@ -282,12 +288,6 @@ def check_period(period: object) -> None:
         raise ConfigError(f"period {period!r} is not allowed; give whole steps, from 1 to {MAX_PERIOD}")
 
 
-# A codec; or a codec, a scheme and, if it is not make_plan's, intra.
-Given = (
-    Option | CodecSpec | str | tuple[CodecSpec | str, Scheme | str] | tuple[CodecSpec | str, Scheme | str, Intra | str]
-)
-
-
 @names_arguments
 def make_plan(
     layers: Sequence[Layer],
@@ -297,7 +297,7 @@ def make_plan(
     codec: CodecSpec | str = NONE,
     scheme: Scheme | str | None = None,
     intra: Intra | str = Intra.FLAT,
-    group_bytes: int = DEFAULT_GROUP_BYTES,
+    group_bytes: int | None = None,
     first_bytes: int = FIRST_GROUP_BYTES,
     overrides: Mapping[str, Given] | None = None,
     bits: Mapping[str, int] | None = None,
@@ -311,12 +311,12 @@ def make_plan(
     DDP's buckets and are averaged there. With the others, small layers go in groups of their own, over sra, before the
     last large group.
 
-    layers     in registration order. Groups are filled in reverse, close to the order in which backward finishes
-               layers. The first group has only `first_bytes` so that sending starts early, as in DDP.
+    layers     in registration order. Groups of `group_bytes` (default: `usual_group_bytes`) are filled in reverse,
+               close to the order in which backward finishes layers. The first has only `first_bytes` so that sending
+               starts early, as in DDP.
     codec      a CodecSpec, or text for `CodecSpec.parse`
     scheme     default: `preferred_scheme`
-    intra      "dense" or "compressed": ranks of a node sum first, see `collectives.hierarchical`. Small layers are not
-               compressed inside nodes either.
+    intra      "dense" or "compressed": ranks of a node sum first (`collectives.hierarchical`), small layers densely
     overrides  layer rules, which all plans of a policy keep: codecs, options, or tuples of codec, scheme and optionally
                intra, by pattern of layer names as in a shell (`"*embedding*"`). The first pattern that matches counts,
                for small layers too. Only neighbours share a group, so each run of such layers ends the group before it.
@@ -324,13 +324,13 @@ def make_plan(
     bits       by layer name, replacing those of `codec`; `planner.bits` finds them. A change of bits ends a group
     uniform    for comparison: one group per dtype, also of small layers, as QNCL compresses a model (CGX, section 6).
                Nothing is sent before backward ends, and norms and biases share quantization buckets with others
-    device, period
-               see `Option` and `Plan`
+    period     see `Plan`; `device`: see `Option`
 
     Raises ConfigError if a scheme cannot carry a codec, PlanError if a pattern or `bits` names no layer.
     """
     codec = codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec)
     usual = as_option((codec, scheme or preferred_scheme(codec), intra))
+    group_bytes = group_bytes or usual_group_bytes(layers, usual.scheme)
     if uniform:
         if overrides or bits:
             raise ConfigError("a uniform plan has one codec for all layers; leave out overrides and bits, or uniform")
@@ -351,35 +351,20 @@ def make_plan(
     return Plan(version=version, world_size=world_size, groups=tuple(groups), period=period)
 
 
+def usual_group_bytes(layers: Sequence[Layer], scheme: Scheme) -> int:
+    """Return the dense bytes of a group: DEFAULT_GROUP_BYTES, or less so that compressed gradients have NUM_GROUPS."""
+    if scheme is Scheme.DENSE:
+        return DEFAULT_GROUP_BYTES
+    num_bytes = sum(layer.dense_bytes for layer in layers)
+    return min(DEFAULT_GROUP_BYTES, max(LEAST_GROUP_BYTES, num_bytes // NUM_GROUPS))
+
+
 class _Choice(NamedTuple):
     """Option of a layer, and whether a rule has chosen it. `goes_with_small`: it is sent with the small layers."""
 
     option: Option
     is_fixed: bool = False
     goes_with_small: bool = False
-
-
-def as_option(given: Given, intra: Intra | str = Intra.FLAT) -> Option:
-    """Return an Option from objects or text. `intra`: the default of its third part. A codec gets its usual scheme."""
-    if isinstance(given, Option):
-        return given
-    if Option.is_text(given):
-        return Option.parse(given)
-    if isinstance(given, str | CodecSpec):
-        codec = given if isinstance(given, CodecSpec) else CodecSpec.parse(given)
-        return Option(codec=codec, scheme=preferred_scheme(codec))
-    if not isinstance(given, tuple) or len(given) not in (2, 3):
-        raise ConfigError(
-            f"{given!r} is not a codec and a scheme; give a codec such as 'qsgd:bits=8', or a pair such as "
-            "('topk:density=0.01', 'allgather')"
-        )
-    codec, scheme, inside = (*given, intra)[:3]
-    if scheme not in tuple(Scheme):
-        raise ConfigError(unknown("scheme", scheme, tuple(Scheme)))
-    if inside not in tuple(Intra):
-        raise ConfigError(unknown("intra", inside, tuple(Intra)))
-    codec = codec if isinstance(codec, CodecSpec) else CodecSpec.parse(codec)
-    return Option(codec=codec, scheme=Scheme(scheme), intra=Intra(inside))
 
 
 def _for_small(usual: Option) -> Option:

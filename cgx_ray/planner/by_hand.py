@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from cgx_ray.plan import DEFAULT_GROUP_BYTES, FIRST_GROUP_BYTES, CodecSpec, Option, Scheme, make_plan
+from cgx_ray.plan import CodecSpec, Option, Scheme, make_plan
 from cgx_ray.planner.chain import max_numel
 from cgx_ray.planner.joint import BestPlan
 from cgx_ray.planner.planned_group import PlannedGroup, groups_of
@@ -25,10 +25,6 @@ BY_HAND = (
 )
 # Share of the score that others must save over them.
 LEAST_SAVING = 0.05
-# Groups of a gradient that is smaller than so many of the default size: while one is encoded or summed, others travel.
-NUM_GROUPS = 4
-# They have at least so many bytes, or their messages cost more than that saves.
-LEAST_GROUP_BYTES = 1 << 18
 
 
 def plans_by_hand(
@@ -39,8 +35,6 @@ def plans_by_hand(
     min_gain  as for `best_plan`
     """
     layers, found = measured.layers, []
-    num_bytes = sum(layer.dense_bytes for layer in layers)
-    group_bytes = min(DEFAULT_GROUP_BYTES, max(LEAST_GROUP_BYTES, num_bytes // NUM_GROUPS))
     longest = max((layer.numel for layer in layers), default=0)
     for option in options if not measured.fixed else ():
         keeps_enough = (measured.efficiency(option) or 0.0) >= min_gain
@@ -53,8 +47,6 @@ def plans_by_hand(
                 scheme=option.scheme,
                 intra=option.intra,
                 device=option.device,
-                group_bytes=group_bytes,
-                first_bytes=min(FIRST_GROUP_BYTES, group_bytes),
             )
             found.append(groups_of(plan, layers))
     return found

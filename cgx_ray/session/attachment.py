@@ -25,7 +25,7 @@ from cgx_ray.engine.thread import CLOSE_S
 from cgx_ray.errors import ConfigError, PlanError, names_arguments
 from cgx_ray.monitors.endpoint import Endpoint
 from cgx_ray.monitors.sample import Fault, StepSample
-from cgx_ray.plan import DEFAULT_GROUP_BYTES, CodecSpec, Plan, Scheme, as_plan
+from cgx_ray.plan import CodecSpec, Plan, Scheme, as_plan
 from cgx_ray.session.explore import CANDIDATES, Exploration, Stateful, explore
 from cgx_ray.session.own_folder import OwnFolder
 from cgx_ray.session.protocol import Session
@@ -194,7 +194,7 @@ class Attachment:
         candidates: Sequence[CodecSpec | str] = CANDIDATES,
         scheme: Scheme | str | None = None,
         iterations: int = 10,
-        group_bytes: int = DEFAULT_GROUP_BYTES,
+        group_bytes: int | None = None,
         since: Exploration | None = None,
     ) -> Exploration:
         """Train a few steps with each candidate, undo them, and go on with the codec at the knee of time and gain.

@@ -62,7 +62,7 @@ def explore(
     candidates: Sequence[CodecSpec | str],
     scheme: Scheme | str | None,
     iterations: int,
-    group_bytes: int,
+    group_bytes: int | None,
     since: Exploration | None,
 ) -> Exploration:
     """Train `iterations` steps with each candidate from the same state, and put the knee's plan in force.

@@ -120,8 +120,9 @@ class Settings:
                     optionally intra, by pattern of layer names as in a shell. The first pattern that matches counts.
                     What such layers lose is not judged
     exclude         patterns of layers that are never compressed; they come before `overrides`
-    group_bytes     dense bytes that are encoded and sent together; None: 25 MiB, and dense groups as DDP's buckets if
-                    those are smaller. Policies other than "static" use it until their first decision
+    group_bytes     dense bytes that are encoded and sent together; None: as DDP's buckets, at most 25 MiB, and a
+                    compressed gradient of less than 100 MiB in four groups. Policies other than "static" use it until
+                    their first decision
     seed            of the codecs' random numbers
     transport       between two ranks: "tcp" is cgx_ray's own connections, "gloo" is torch.distributed's
     num_streams     with "tcp": number of connections between two ranks whose round trip takes 5 ms or more. Short
@@ -315,8 +316,8 @@ class Settings:
         bucket_bytes  of DDP. Dense groups are its buckets: then they are summed in place, as early as DDP would
         """
         option = self.policy.option if isinstance(self.policy, Static) else DENSE
-        group_bytes, first_bytes = self.group_bytes or DEFAULT_GROUP_BYTES, FIRST_GROUP_BYTES
-        if self.group_bytes is None and option.scheme is Scheme.DENSE and bucket_bytes < DEFAULT_GROUP_BYTES:
+        group_bytes, first_bytes = self.group_bytes, FIRST_GROUP_BYTES
+        if group_bytes is None and option.scheme is Scheme.DENSE and bucket_bytes < DEFAULT_GROUP_BYTES:
             # The first bucket of DDP is smaller than the others only by default.
             group_bytes = first_bytes = bucket_bytes
         return make_plan(

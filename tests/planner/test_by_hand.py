@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import replace
 
@@ -10,8 +11,8 @@ import pytest
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.policy import PlannerInput, Situation
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import DENSE, CodecSpec, Option, Scheme, make_plan
-from cgx_ray.planner.by_hand import BY_HAND, LEAST_SAVING, NUM_GROUPS, plans_by_hand, unless_by_hand
+from cgx_ray.plan import DENSE, NUM_GROUPS, CodecSpec, Option, Scheme, make_plan
+from cgx_ray.planner.by_hand import BY_HAND, LEAST_SAVING, plans_by_hand, unless_by_hand
 from cgx_ray.planner.candidates import codec_options
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.joint import BestPlan
@@ -20,6 +21,7 @@ from cgx_ray.planner.planned_group import PlannedGroup, groups_of
 from cgx_ray.planner.prediction import Measured, predict
 from cgx_ray.planner.profile import load_profile
 from cgx_ray.planner.scenario import MIN_SAVING, TYPICAL_PROFILE, Scenario, typical_gains
+from cgx_ray.session.settings import Settings
 
 MODEL = load_model("resnet50")
 QSGD, BF16 = CodecSpec.parse("qsgd:bits=4"), CodecSpec.parse("bf16")
@@ -111,6 +113,14 @@ def test_groups_of_a_plan_by_hand_are_a_quarter_of_a_small_gradient(model: str, 
         assert len(groups) >= NUM_GROUPS
         # The layer that fills a group is its last one.
         assert max(group.dense_bytes - num_bytes[group.layers[-1]] for group in groups) < most
+
+
+def test_a_static_policy_sends_the_groups_of_the_plan_by_hand_and_dense_those_of_ddp() -> None:
+    now = measured()
+    plan = Settings(codec="qsgd:bits=4").first_plan(MODEL.layers, now.network.num_workers, bucket_bytes=25 << 20)
+    assert groups_of(plan, MODEL.layers) in plans_by_hand(now, OPTIONS)
+    dense = Settings(codec="none").first_plan(MODEL.layers, now.network.num_workers, bucket_bytes=25 << 20)
+    assert len(dense.groups) <= 1 + math.ceil(sum(layer.dense_bytes for layer in MODEL.layers) / (25 << 20))
 
 
 def test_only_allowed_options_are_taken_and_none_where_some_layers_are_fixed() -> None:

@@ -24,7 +24,8 @@ def _bytes_taken(rank: int, codec: str, scheme: str, side_by_side: bool) -> tupl
     """Return the bytes that a group takes when it is made, in its first step, and in its second."""
     world = dist.group.WORLD
     assert world is not None
-    plan = cgx_ray.make_plan(list(LAYERS.values()), version=0, world_size=2, codec=codec, scheme=scheme)
+    layers = list(LAYERS.values())
+    plan = cgx_ray.make_plan(layers, version=0, world_size=2, codec=codec, scheme=scheme, group_bytes=8 * NUMEL)
     (group_plan,) = plan.groups
     transport = Transport(world)
     taken = []
