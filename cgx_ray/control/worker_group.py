@@ -31,7 +31,7 @@ from cgx_ray.control.learned.measured import (
     resized,
 )
 from cgx_ray.control.network.changes import SETTLE_S, ComputeChanges, network_cause
-from cgx_ray.control.network.estimate import FEW, HICCUP_S, NOISE, OBVIOUS
+from cgx_ray.control.network.estimate import FEW, HICCUP_S, LONG_S, NOISE, OBVIOUS
 from cgx_ray.control.network.recent_links import RecentLinks
 from cgx_ray.control.policies.policy import MAX_SLOWDOWN, REVIEW_S, Decision, PlannerInput, Policy, Situation
 from cgx_ray.control.trial.bans import Bans
@@ -253,7 +253,8 @@ class WorkerGroupState(GroupReports):
     def _learn_and_compare(self, now_s: float) -> None:
         self.learn(now_s)
         if (step_s := self.steps.beaten_s(self.known(), now_s)) is not None:
-            self._news = Cause("prediction", f"steps took {format_seconds(step_s)}, longer than with a plan before")
+            took = format_seconds(step_s)
+            self._news = Cause("prediction", f"steps took {took}, more for the same progress than before")
 
     def slowdown(self) -> Evidence | None:
         """Return the logarithm of the plan's measured seconds per progress over dense; None before FEW steps.
@@ -378,7 +379,8 @@ class WorkerGroupState(GroupReports):
         if any(step.plan_version not in self._versions for step in recent):
             # Before the first step of a new plan, the groups that were measured are those of the plan before.
             return None
-        if len(recent) < FEW or between is None or (self._needs_gains and not self.gains.gain):
+        is_long = self.decided is None and bool(recent) and recent[-1].step_s - recent[-1].compute_s >= LONG_S
+        if len(recent) < (1 if is_long else FEW) or between is None or (self._needs_gains and not self.gains.gain):
             return None
         inside, device_sums = inside_of(recent[-1].inside)
         backward_s, after_s = compute_times(self.layers, self.plan, recent, self.steps.compute_slowdown, self.decided)

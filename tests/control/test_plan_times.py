@@ -225,7 +225,7 @@ def test_a_faster_plan_that_may_not_be_taken_is_asked_for_once(tmp_path: Path) -
     state.bans.add(non_dense_options(first), 0.0)
     decisions = run.run(400)
     assert run.loop.plans[-1].groups != first.groups
-    beaten = [one.kind for one in decisions if "longer than with a plan before" in one.reason]
+    beaten = [one.kind for one in decisions if "more for the same progress than before" in one.reason]
     assert beaten == ["keep"]
 
 
@@ -248,4 +248,4 @@ def test_the_loop_returns_before_the_next_review_from_a_plan_that_gets_slower(tm
     taken = [one for one in run.run(60) if one.kind == "replace"]
     assert run.first is not None
     assert [one.plan.groups == run.first.groups for one in taken] == [True, False, True]
-    assert "longer than with a plan before" in taken[-1].reason
+    assert "more for the same progress than before" in taken[-1].reason
