@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 from cgx_ray.monitors.guarded_server import Address
 from cgx_ray.monitors.host import HostMonitor
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two measurements of round trips to all other nodes.
 LATENCY_INTERVAL_S = 5.0
+# Seconds within which all ranks of a node report a step that took longer than the interval of reports.
+GATHER_S = 0.1
 # Steps that are kept for a controller that is slow to answer: 8 ranks at 10 steps per second for a minute.
 MAX_KEPT_STEPS = 5000
 
@@ -46,7 +49,7 @@ class NodeMonitor(ABC):
     ) -> None:
         """Listen on `host`. Raises OSError if it is not an address of this node.
 
-        interval_s  seconds between two calls of `_deliver`
+        interval_s  seconds between two calls of `_deliver`, of shorter steps
         """
         self._node_id, self._clock = node_id, clock
         self._server = EchoServer(host)
@@ -61,11 +64,14 @@ class NodeMonitor(ABC):
         self._found: deque[tuple[str, Bandwidth]] = deque()
         self._logged: set[tuple[str, type[Exception]]] = set()
         self._stopping = threading.Event()
+        self._interval_s, self._delivered_s = interval_s, 0.0
+        # Set when steps are there that shall not wait for the next interval.
+        self._hurries = threading.Event()
         self._threads = [
-            threading.Thread(target=self._repeat, args=(work, every_s), name=name, daemon=True)
-            for name, work, every_s in (
-                ("cgx-ray-publish", self._publish, interval_s),
-                ("cgx-ray-latency", self._measure, latency_interval_s),
+            threading.Thread(target=self._repeat, args=(work, wait), name=name, daemon=True)
+            for name, work, wait in (
+                ("cgx-ray-publish", self._publish, self._wait_for_steps),
+                ("cgx-ray-latency", self._measure, partial(self._stopping.wait, latency_interval_s)),
             )
         ]
 
@@ -108,18 +114,27 @@ class NodeMonitor(ABC):
     def report(self, samples: Sequence[StepSample]) -> None:
         """Add samples of a rank on this node. Returns at once. The oldest are lost if it never starts."""
         self._steps.extend(samples)
+        if samples and time.monotonic() - self._delivered_s >= self._interval_s:
+            self._hurries.set()
 
     def stop(self) -> None:
         """End the threads and the servers. Waits for a running probe."""
         self._stopping.set()
+        self._hurries.set()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
         self._server.close()
         self._bulk_server.close()
 
-    def _repeat(self, work: Callable[[], None], every_s: float) -> None:
-        """Call `work` until `stop`, also after errors. Log the first error of each type."""
+    def _wait_for_steps(self) -> None:
+        if self._hurries.wait(self._interval_s):
+            # The other ranks of the node report at about the same time.
+            self._stopping.wait(GATHER_S)
+            self._hurries.clear()
+
+    def _repeat(self, work: Callable[[], None], wait: Callable[[], object]) -> None:
+        """Call `work`, then `wait`, until `stop`, also after errors. Log the first error of each type."""
         while not self._stopping.is_set():
             try:
                 work()
@@ -134,7 +149,7 @@ class NodeMonitor(ABC):
                         error,
                         exc_info=error,
                     )
-            self._stopping.wait(every_s)
+            wait()
 
     def _measure(self) -> None:
         self._peers.measure(self._stopping)
@@ -152,6 +167,8 @@ class NodeMonitor(ABC):
 
     def _publish(self) -> None:
         steps = tuple(self._steps.popleft() for _ in range(len(self._steps)))
+        if steps:
+            self._delivered_s = time.monotonic()
         rest = NodeSample(
             node_id=self._node_id,
             time_s=self._clock(),

@@ -16,7 +16,7 @@ from cgx_ray.plan import Scheme
 from cgx_ray.planner.cost import terms
 
 # Seconds after its first report in which all ranks report a step. On a quiet machine they take up to 2 s: a rank
-# reports to its agent every 0.5 s, and the agent to the controller every second.
+# reports short steps to its agent every 0.5 s, and the agent to the controller every second.
 AWAITED_S = 3.0
 # Values of `NodeStep` with a number per rank.
 MEAN_PARTS = ("step_s", "compute_s", "encode_s", "exchange_s", "decode_s", "wire_bytes", "dense_bytes")

@@ -24,12 +24,13 @@ from cgx_ray.plan import Layer, Plan
 from cgx_ray.planner.candidates import CodecCosts
 from cgx_ray.session.attachment import Attachment, process
 from cgx_ray.session.calibrate import calibrate
+from cgx_ray.session.due_samples import LOOK_S, DueSamples
 from cgx_ray.session.settings import Settings
 from cgx_ray.session.state_files import read_state
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two reports to the agent. Between them the thread waits for a plan.
+# Seconds between two reports to the agent, of shorter steps. Between them the thread waits for a plan.
 CARRY_INTERVAL_S = 0.5
 # Longest wait for the controller's first plan, in seconds. It takes milliseconds, and some seconds after a resize.
 REGISTER_S = 60.0
@@ -98,7 +99,7 @@ class RaySession:
         plans = _Plans(self._controller, self._agent, attachment, self.closing)
         samples = _Samples(self._agent, attachment, self.closing)
         while (plans.is_alive or samples.is_alive) and not (self.closing.is_set() or attachment.is_closed):
-            plans.wait(CARRY_INTERVAL_S)
+            plans.wait(LOOK_S)
             samples.send()
 
     def _report_fault(self, fault: Fault) -> None:
@@ -144,7 +145,7 @@ class _Plans:
             else:
                 self._take_from_controller()
                 # It answers at once.
-                time.sleep(timeout_s)
+                time.sleep(CARRY_INTERVAL_S)
 
     def _take_from_agent(self) -> None:
         plans: list[Plan] | None = None
@@ -198,12 +199,12 @@ class _Samples:
     def __init__(self, agent: Any, attachment: Attachment, closing: threading.Event) -> None:
         self._agent = agent
         self._closing = closing
-        self._attachment = attachment
+        self._due = DueSamples(attachment.take_samples, CARRY_INTERVAL_S)
         self._report: Any = None
         self.is_alive = True
 
     def send(self) -> None:
-        """Report new samples, unless the last report is still under way. If the agent is dead, warn once."""
+        """Report samples that are due, unless the last report is still under way. If the agent is dead, warn once."""
         if not self.is_alive or (self._report is not None and not ray.wait([self._report], timeout=0)[0]):
             return
         try:
@@ -216,7 +217,7 @@ class _Samples:
             if not self._closing.is_set():
                 logger.warning("this node's monitor is gone: training goes on unwatched (%s)", _first_line(error))
             return
-        samples = self._attachment.take_samples()
+        samples = self._due.take()
         self._report = self._agent.report.remote(samples) if samples else None
 
 

@@ -1,7 +1,7 @@
 """Decisions without Ray: a process beside rank 0 runs the control loop, and the monitors of all nodes report to it.
 
 ```
-rank -> first rank of its node -> rank 0 -> process of the control loop    steps, loads, latencies: every half second
+rank -> first rank of its node -> rank 0 -> process of the control loop    steps, loads, latencies: twice a second
 rank <- first rank of its node <- rank 0 <- process of the control loop    plans, at once
 ```
 
@@ -53,6 +53,7 @@ from cgx_ray.monitors.sample import Fault, NodeSample, StepSample, node_steps
 from cgx_ray.plan import Layer, Plan, is_known_everywhere
 from cgx_ray.planner.candidates import CodecCosts
 from cgx_ray.session.calibrate import calibrate
+from cgx_ray.session.due_samples import LOOK_S, DueSamples
 from cgx_ray.session.settings import Settings, make_policy
 
 if TYPE_CHECKING:
@@ -91,27 +92,17 @@ class _Contact(NamedTuple):
 class _Monitor(NodeMonitor):
     """The monitor of a node, in the process of its first rank."""
 
-    def __init__(
-        self,
-        place: _Place,
-        take_samples: Callable[[], list[StepSample]],
-        send: Callable[[NodeSample], None],
-        interval_s: float,
-    ) -> None:
-        """`take_samples`: of this process's rank. `send` gets all that was measured, every `interval_s`."""
+    def __init__(self, place: _Place, send: Callable[[NodeSample], None], interval_s: float) -> None:
+        """`send` gets all that was measured, at least every `interval_s`."""
         super().__init__(place.node_id, place.address, interval_s=interval_s)
-        self._take_samples, self._send = take_samples, send
-
-    def _publish(self) -> None:
-        self.report(self._take_samples())
-        super()._publish()
+        self._send = send
 
     def _deliver(self, steps: tuple[StepSample, ...], rest: NodeSample) -> None:
         self._send(replace(rest, steps=node_steps(steps)))
 
     def stop(self) -> None:
         super().stop()
-        # The last step is reported once the engine's thread has ended.
+        # With the last step, which is reported once the engine's thread has ended.
         self._publish()
 
 
@@ -132,7 +123,7 @@ class LocalControl:
 
         folder     of the run; None: `cgx-ray-runs/<time>` in the working folder of rank 0
         loop_type  as in `LoopStart`
-        report_s   seconds between two reports of a rank, and of a node
+        report_s   seconds between two reports of a rank, and of a node, of shorter steps
 
         `journal` is the path of rank 0's, `journal_problem` why that cannot be written, "" if it can.
 
@@ -212,7 +203,7 @@ class LocalControl:
         if self._rank == self._leader:
             place = self._places[self._rank]
             self._server = MessageServer(place.address, self._take)
-            self._monitor = _Monitor(place, self._take_samples, self._send_report, self._report_s)
+            self._monitor = _Monitor(place, self._send_report, self._report_s)
             contact = _Contact(self._server.address, self._monitor.address(), self._monitor.bulk_address())
         contacts: list[_Contact | None] = gather(contact)
         if self._rank != 0:
@@ -226,8 +217,7 @@ class LocalControl:
             is_probed = self.settings.simulated_link is None
             bulk = {node_id: one.bulk for node_id, one in known.items() if is_probed}
             self._monitor.start_measuring({node_id: one.echo for node_id, one in known.items()}, bulk)
-        else:
-            self._carrier.start()
+        self._carrier.start()
         attachment.call_on_fault(self._report_fault)
         atexit.register(self.close)
 
@@ -249,10 +239,10 @@ class LocalControl:
         if self._server is not None:
             # Ranks end at about the same time, and their last steps count too.
             self._server.wait_for_clients_to_leave(LAST_STEPS_S)
+        if self._carrier.ident is not None:
+            self._carrier.join()
         if self._monitor is not None:
             self._monitor.stop()
-        elif self._carrier.ident is not None:
-            self._carrier.join()
         if self._loop is not None:
             self._wait_for(self._loop.ask("end", time.time()), END_S)
             self._loop.close()
@@ -273,10 +263,17 @@ class LocalControl:
         return samples
 
     def _carry(self) -> None:
-        """Send this rank's samples to the first rank of its node, which has the monitor."""
-        while not self._ending.wait(self._report_s):
-            self._send(("steps", self._take_samples()))
-        self._send(("steps", self._take_samples()))
+        """Report this rank's samples to the monitor, which the first rank of its node has."""
+        due = DueSamples(self._take_samples, self._report_s)
+        while not self._ending.wait(LOOK_S):
+            self._report(due.take())
+        self._report(due.take_all())
+
+    def _report(self, samples: list[StepSample]) -> None:
+        if self._monitor is not None:
+            self._monitor.report(samples)
+        elif samples:
+            self._send(("steps", samples))
 
     def _send_report(self, sample: NodeSample) -> None:
         if self._metrics is not None:
