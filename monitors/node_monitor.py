@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 LATENCY_INTERVAL_S = 5.0
 # Seconds within which all ranks of a node report a step that took longer than the interval of reports.
 GATHER_S = 0.1
+# Seconds in which the control loop decides about such a step.
+DECIDED_S = 0.15
 # Steps that are kept for a controller that is slow to answer: 8 ranks at 10 steps per second for a minute.
 MAX_KEPT_STEPS = 5000
 
@@ -128,10 +130,13 @@ class NodeMonitor(ABC):
         self._bulk_server.close()
 
     def _wait_for_steps(self) -> None:
-        if self._hurries.wait(self._interval_s):
+        if self._hurries.is_set():
+            # Such a step was delivered just now. The plan that answers it comes with the answer to the next report.
+            self._hurries.clear()
+            self._stopping.wait(DECIDED_S)
+        elif self._hurries.wait(self._interval_s):
             # The other ranks of the node report at about the same time.
             self._stopping.wait(GATHER_S)
-            self._hurries.clear()
 
     def _repeat(self, work: Callable[[], None], wait: Callable[[], object]) -> None:
         """Call `work`, then `wait`, until `stop`, also after errors. Log the first error of each type."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from queue import Empty, SimpleQueue
 
 import pytest
 from support.samples import step_sample
@@ -16,30 +16,29 @@ INTERVAL_S = 60.0
 
 
 class _Delivering(NodeMonitor):
-    """Keeps the steps that it delivers."""
+    """Keeps the ranks of the steps that it delivers."""
 
     def __init__(self) -> None:
         super().__init__("a", "127.0.0.1", interval_s=INTERVAL_S)
-        self.steps: list[StepSample] = []
-        self.has_steps = threading.Event()
+        self.delivered: SimpleQueue[list[int]] = SimpleQueue()
 
     def _deliver(self, steps: tuple[StepSample, ...], rest: NodeSample) -> None:
-        self.steps += steps
-        if steps:
-            self.has_steps.set()
+        self.delivered.put([step.rank for step in steps])
 
 
 def test_a_node_delivers_a_long_step_of_all_its_ranks_at_once_and_the_next_ones_later() -> None:
     monitor = _Delivering()
     monitor.start_measuring({})
     try:
+        assert monitor.delivered.get(timeout=INTERVAL_S / 2) == []
         for rank in (0, 1):
             monitor.report([step_sample(rank, 0)])
-        assert monitor.has_steps.wait(INTERVAL_S / 2)
-        assert [step.rank for step in monitor.steps] == [0, 1]
+        assert monitor.delivered.get(timeout=INTERVAL_S / 2) == [0, 1]
+        # The answer to an empty report brings the plan.
+        assert monitor.delivered.get(timeout=INTERVAL_S / 2) == []
         monitor.report([step_sample(0, 1)])
-        time.sleep(0.5)
-        assert len(monitor.steps) == 2
+        with pytest.raises(Empty):
+            monitor.delivered.get(timeout=0.5)
     finally:
         monitor.stop()
 
