@@ -136,6 +136,7 @@ class Telemetry:
     last_step     newest sample; None before the first one
     fault         the error that has stopped the engine; None while it works
     on_fault      is called with the fault before anyone can raise the error
+    on_sample     is called when there is a new sample
     """
 
     def __init__(self, rank: int) -> None:
@@ -145,6 +146,7 @@ class Telemetry:
         self._rank = rank
         self.fault: Fault | None = None
         self.on_fault: Callable[[Fault], None] | None = None
+        self.on_sample: Callable[[], None] | None = None
         self._taken, self._means = StepTotals(), dict[str, float]()
         self._samples: deque[StepSample] = deque(maxlen=MAX_KEPT_SAMPLES)
         self._logged: set[tuple[str, type[Exception]]] = set()
@@ -154,6 +156,8 @@ class Telemetry:
         self.last_step = sample
         self.totals.add_sample(sample)
         self._samples.append(sample)
+        if self.on_sample is not None:
+            self.on_sample()
 
     def take_samples(self) -> list[StepSample]:
         """Return the samples since the last call, oldest first. Another thread may add samples meanwhile."""

@@ -24,13 +24,12 @@ from cgx_ray.plan import Layer, Plan
 from cgx_ray.planner.candidates import CodecCosts
 from cgx_ray.session.attachment import Attachment, process
 from cgx_ray.session.calibrate import calibrate
-from cgx_ray.session.due_samples import LOOK_S, DueSamples
 from cgx_ray.session.settings import Settings
 from cgx_ray.session.state_files import read_state
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two reports to the agent, of shorter steps. Between them the thread waits for a plan.
+# Shortest time between two reports to the agent, in seconds, and longest one between two looks for the end.
 CARRY_INTERVAL_S = 0.5
 # Longest wait for the controller's first plan, in seconds. It takes milliseconds, and some seconds after a resize.
 REGISTER_S = 60.0
@@ -83,7 +82,8 @@ class RaySession:
             rank = torch.distributed.get_rank()
             attachment.trace(self._folder / f"trace-rank{rank:05d}.json", first_step=first, last_step=last)
         attachment.call_on_fault(self._report_fault)
-        threading.Thread(target=self._carry, args=(attachment,), name="cgx-ray-carrier", daemon=True).start()
+        for work, name in ((self._carry_plans, "cgx-ray-carrier"), (self._carry_samples, "cgx-ray-reporter")):
+            threading.Thread(target=work, args=(attachment,), name=name, daemon=True).start()
 
     def _restored_step(self) -> int:
         state = self._checkpoint_state()
@@ -95,12 +95,20 @@ class RaySession:
             self._state, self._has_read = _read_checkpoint(), True
         return self._state
 
-    def _carry(self, attachment: Attachment) -> None:
+    def _carry_plans(self, attachment: Attachment) -> None:
         plans = _Plans(self._controller, self._agent, attachment, self.closing)
+        while plans.is_alive and not (self.closing.is_set() or attachment.is_closed):
+            plans.wait(CARRY_INTERVAL_S)
+
+    def _carry_samples(self, attachment: Attachment) -> None:
         samples = _Samples(self._agent, attachment, self.closing)
-        while (plans.is_alive or samples.is_alive) and not (self.closing.is_set() or attachment.is_closed):
-            plans.wait(LOOK_S)
+        has_ended = threading.Event()
+        attachment.call_on_sample(has_ended.set)
+        while samples.is_alive and not (self.closing.is_set() or attachment.is_closed):
+            has_ended.wait(CARRY_INTERVAL_S)
+            has_ended.clear()
             samples.send()
+            self.closing.wait(CARRY_INTERVAL_S)
 
     def _report_fault(self, fault: Fault) -> None:
         """Wait until the controller has the error: once it is raised, Ray Train ends all actors of this run."""
@@ -137,9 +145,7 @@ class _Plans:
 
     def wait(self, timeout_s: float) -> None:
         """Hold the plans that arrive within `timeout_s`. If the controller is dead, warn once and ask no more."""
-        if not self.is_alive:
-            time.sleep(timeout_s)
-        elif ray.wait([self._request], timeout=timeout_s)[0]:
+        if ray.wait([self._request], timeout=timeout_s)[0]:
             if self._asks_agent:
                 self._take_from_agent()
             else:
@@ -199,12 +205,12 @@ class _Samples:
     def __init__(self, agent: Any, attachment: Attachment, closing: threading.Event) -> None:
         self._agent = agent
         self._closing = closing
-        self._due = DueSamples(attachment.take_samples, CARRY_INTERVAL_S)
+        self._attachment = attachment
         self._report: Any = None
         self.is_alive = True
 
     def send(self) -> None:
-        """Report samples that are due, unless the last report is still under way. If the agent is dead, warn once."""
+        """Report new samples, unless the last report is still under way. If the agent is dead, warn once."""
         if not self.is_alive or (self._report is not None and not ray.wait([self._report], timeout=0)[0]):
             return
         try:
@@ -217,7 +223,7 @@ class _Samples:
             if not self._closing.is_set():
                 logger.warning("this node's monitor is gone: training goes on unwatched (%s)", _first_line(error))
             return
-        samples = self._due.take()
+        samples = self._attachment.take_samples()
         self._report = self._agent.report.remote(samples) if samples else None
 
 

@@ -257,6 +257,11 @@ class Attachment:
         if self._engine is not None:
             self._engine.telemetry.on_fault = on_fault
 
+    def call_on_sample(self, on_sample: Callable[[], None]) -> None:
+        """Call `on_sample`, in the engine's thread, when `take_samples` has something new. It must not wait."""
+        if self._engine is not None:
+            self._engine.telemetry.on_sample = on_sample
+
     def serve_metrics(self, run_name: str, *, host: str | None = None, port: int = 0) -> tuple[str, int] | None:
         """Serve this rank's metrics for Prometheus until `close`; return host and port. For runs without Ray.
 

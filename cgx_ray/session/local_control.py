@@ -53,7 +53,6 @@ from cgx_ray.monitors.sample import Fault, NodeSample, StepSample, node_steps
 from cgx_ray.plan import Layer, Plan, is_known_everywhere
 from cgx_ray.planner.candidates import CodecCosts
 from cgx_ray.session.calibrate import calibrate
-from cgx_ray.session.due_samples import LOOK_S, DueSamples
 from cgx_ray.session.settings import Settings, make_policy
 
 if TYPE_CHECKING:
@@ -123,7 +122,7 @@ class LocalControl:
 
         folder     of the run; None: `cgx-ray-runs/<time>` in the working folder of rank 0
         loop_type  as in `LoopStart`
-        report_s   seconds between two reports of a rank, and of a node, of shorter steps
+        report_s   shortest time between two reports of a rank, and of a node, in seconds
 
         `journal` is the path of rank 0's, `journal_problem` why that cannot be written, "" if it can.
 
@@ -163,6 +162,8 @@ class LocalControl:
         self._client: MessageClient | None = None
         self._monitor: _Monitor | None = None
         self._metrics: tuple[NodeMetrics, ControllerMetrics] | None = None
+        # Samples that were not taken, or the end.
+        self._has_news = threading.Event()
         self._ending = threading.Event()
         self._carrier = threading.Thread(target=self._carry, name="cgx-ray-carrier", daemon=True)
 
@@ -217,6 +218,7 @@ class LocalControl:
             is_probed = self.settings.simulated_link is None
             bulk = {node_id: one.bulk for node_id, one in known.items() if is_probed}
             self._monitor.start_measuring({node_id: one.echo for node_id, one in known.items()}, bulk)
+        attachment.call_on_sample(self._has_news.set)
         self._carrier.start()
         attachment.call_on_fault(self._report_fault)
         atexit.register(self.close)
@@ -235,6 +237,7 @@ class LocalControl:
         if self._ending.is_set():
             return
         self._ending.set()
+        self._has_news.set()
         atexit.unregister(self.close)
         if self._server is not None:
             # Ranks end at about the same time, and their last steps count too.
@@ -264,10 +267,12 @@ class LocalControl:
 
     def _carry(self) -> None:
         """Report this rank's samples to the monitor, which the first rank of its node has."""
-        due = DueSamples(self._take_samples, self._report_s)
-        while not self._ending.wait(LOOK_S):
-            self._report(due.take())
-        self._report(due.take_all())
+        while not self._ending.is_set():
+            self._has_news.wait()
+            self._has_news.clear()
+            self._report(self._take_samples())
+            self._ending.wait(self._report_s)
+        self._report(self._take_samples())
 
     def _report(self, samples: list[StepSample]) -> None:
         if self._monitor is not None:
