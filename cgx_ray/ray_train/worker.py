@@ -151,7 +151,7 @@ class _Plans:
             else:
                 self._take_from_controller()
                 # It answers at once.
-                time.sleep(CARRY_INTERVAL_S)
+                time.sleep(timeout_s)
 
     def _take_from_agent(self) -> None:
         plans: list[Plan] | None = None
