@@ -5,24 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar
 
 from cgx_ray.errors import CGXError, ConfigError, PlanError, names_arguments
 from cgx_ray.plan.codec_spec import CodecSpec
-from cgx_ray.plan.option import (
-    DENSE,
-    NONE,
-    Device,
-    Given,
-    Intra,
-    Option,
-    Scheme,
-    as_option,
-    preferred_scheme,
-)
+from cgx_ray.plan.option import DENSE, NONE, Device, Given, Intra, Option, Scheme, as_option, preferred_scheme
 
 # Elements: compressing a smaller layer saves less than 4 KB.
 SMALL_LAYER_NUMEL = 1024
@@ -42,6 +33,8 @@ MAX_GROUPS = 1 << 16
 MAX_PAYLOAD_BYTES = 2**32 - 1
 # Steps. No published training goes longer without an exchange than 1,000 (`docs/period.md`).
 MAX_PERIOD = 1024
+# Share of the elements from which an option counts among those that describe a plan.
+LEAST_SHARE = 0.01
 # Steps at the start of a training in which ranks average gradients, whatever the period: they change fast, and ranks
 # that drift apart then never make it up (docs/period.md).
 STEPS_TOGETHER = 40
@@ -85,11 +78,13 @@ class GroupPlan:
     """Layers that are encoded and sent together, and how.
 
     is_fixed  a layer rule has chosen the option (`overrides` of `make_plan`), so later plans keep the group
+    numel     elements of the layers, by which `Plan.describe` weighs options; 0 if unknown
     """
 
     layers: tuple[str, ...]
     option: Option = DENSE
     is_fixed: bool = False
+    numel: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -197,17 +192,21 @@ class Plan:
         return replace(self, groups=tuple(groups))
 
     def describe(self) -> str:
-        """Return the option that most of the compressed groups use: `"qsgd 4-bit over sra"`.
+        """Return the option of most elements, else of most compressed groups, such as `"qsgd 4-bit over sra"`.
 
-        If groups compress in several ways, the number of the others follows: `"... over sra and 1 other"`. A period of
-        more than 1 comes last: `"..., every 8 steps"`. Fixed groups count only if all are: they are the user's rules.
+        The number of others with LEAST_SHARE or more follows: `"... over sra and 1 other"`. A period of more than 1
+        comes last: `"..., every 8 steps"`. Fixed groups count only if all are: they are the user's rules.
         """
-        free = [group for group in self.groups if not group.is_fixed]
-        every = [group.option for group in free or self.groups]
-        compressed = [option for option in every if option.codec != NONE]
-        candidates = compressed or [option for option in every if option.scheme is not Scheme.DENSE] or every
-        text = max(dict.fromkeys(candidates), key=candidates.count, default=DENSE).describe()
-        others = len(set(compressed)) - 1
+        free = [group for group in self.groups if not group.is_fixed] or list(self.groups)
+        weights = Counter[Option]()
+        for group in free:
+            weights[group.option] += group.numel
+        if not all(group.numel for group in free):
+            compressed = [group.option for group in free if group.option.codec != NONE]
+            sent = compressed or [group.option for group in free if group.option.scheme is not Scheme.DENSE]
+            weights = Counter(sent or [group.option for group in free])
+        text = max(weights, key=weights.__getitem__, default=DENSE).describe()
+        others = sum(weight >= LEAST_SHARE * weights.total() for weight in weights.values()) - 1
         if others > 0:
             text += f" and {others} other{'s' if others > 1 else ''}"
         return text if self.period == 1 else f"{text}, every {self.period} steps"
@@ -231,6 +230,7 @@ class Plan:
                 "intra": group.option.intra,
                 "device": group.option.device,
                 "is_fixed": group.is_fixed,
+                "numel": group.numel,
             }
             for group in self.groups
         ]
@@ -262,6 +262,7 @@ class Plan:
                     intra=Intra(group.get("intra", Intra.FLAT)),
                 ).on(group.get("device", Device.AUTO)),
                 is_fixed=group.get("is_fixed", False),
+                numel=group.get("numel", 0),
             )
             for group in raw["groups"]
         )
@@ -406,18 +407,27 @@ def _fill_groups(chosen: Sequence[tuple[Layer, _Choice]], group_bytes: int, firs
     for _, same_dtype in itertools.groupby(by_dtype, key=lambda pair: pair[0].dtype):
         cap = min(first_bytes, group_bytes)
         for choice, run in itertools.groupby(same_dtype, key=lambda pair: pair[1]):
-            names: list[str] = []
+            taken: list[Layer] = []
             filled = 0
             for layer, _ in run:
-                names.append(layer.name)
+                taken.append(layer)
                 filled += layer.dense_bytes
                 if filled >= cap:
-                    groups.append(GroupPlan(layers=tuple(names), option=choice.option, is_fixed=choice.is_fixed))
-                    names, filled, cap = [], 0, group_bytes
-            if names:
-                groups.append(GroupPlan(layers=tuple(names), option=choice.option, is_fixed=choice.is_fixed))
+                    groups.append(_group_of(taken, choice))
+                    taken, filled, cap = [], 0, group_bytes
+            if taken:
+                groups.append(_group_of(taken, choice))
                 cap = group_bytes
     return groups
+
+
+def _group_of(layers: Sequence[Layer], choice: _Choice) -> GroupPlan:
+    return GroupPlan(
+        layers=tuple(layer.name for layer in layers),
+        option=choice.option,
+        is_fixed=choice.is_fixed,
+        numel=sum(layer.numel for layer in layers),
+    )
 
 
 def plan_under(version: int, known: Mapping[int, T]) -> T | None:

@@ -311,7 +311,8 @@ class Prediction:
             version=version,
             world_size=world_size,
             groups=tuple(
-                GroupPlan(layers=group.layers, option=group.option, is_fixed=group.is_fixed) for group in self.groups
+                GroupPlan(layers=group.layers, option=group.option, is_fixed=group.is_fixed, numel=group.numel)
+                for group in self.groups
             ),
             period=self.period,
         )

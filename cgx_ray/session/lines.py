@@ -68,6 +68,6 @@ def end_line(engine: Engine | ShardedEngine, *, takes_folder: bool) -> str:
         compares = plan.describe() != DENSE and not gathers
         said += f"; a rank sent {wire}{' with the parameters' if gathers else ''} per step"
         said += f", dense sends {dense}" if compares else ""
-        if share >= MOSTLY:
+        if share >= MOSTLY and not compares:
             said += "; compute bounds your steps, compression hardly pays here"
     return f"{said}{'; attach(folder=) writes a journal for `cgx-ray report`' if takes_folder else ''}"

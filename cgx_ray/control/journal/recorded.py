@@ -178,6 +178,7 @@ def read_groups(fields: Sequence[Mapping[str, Any]], layers: Sequence[Layer]) ->
             # Texts of options did not say the device at first.
             option=Option.parse(group["option"]).on(group["device"]),
             is_fixed=group.get("fixed", False),
+            numel=sum(layers[index].numel for index in group["layers"]),
         )
         for group in fields
     )
