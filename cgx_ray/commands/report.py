@@ -13,7 +13,7 @@ import click
 from cgx_ray.commands.options import FILE, PICTURE, RunFolder, check_plots, console_for, json_option, plot_option
 from cgx_ray.control.journal.sentences import RunTotals
 from cgx_ray.errors import ConfigError
-from cgx_ray.report.live_view import broken_note
+from cgx_ray.report.live_view import broken_note, fault_note
 from cgx_ray.report.record import RunRecord, load_run
 from cgx_ray.report.run_facts import (
     SpeedUp,
@@ -80,7 +80,8 @@ def report(
     for record in records:
         name = f"{record.name}: " if len(records) > 1 else ""
         clipped = [f"{name}{record.clipped}"] if record.clipped else []
-        for note in (*broken_note(record.broken), *record.cut, *clipped):
+        faults = [f"{name}{note}" for note in fault_note(record.faults)]
+        for note in (*faults, *broken_note(record.broken), *record.cut, *clipped):
             print_line(console, note)
     for note in loss_note(*records):
         print_line(console, note)

@@ -135,7 +135,8 @@ class LoopProcess:
         code = f"import sys; sys.path[:] = {paths!r}; from {__name__} import main; main()"
         with its:
             argv = [sys.executable, "-c", code, str(its.fileno())]
-            self._process = subprocess.Popen(argv, pass_fds=[its.fileno()])
+            # Ctrl-C is for the training, which then ends this process in order.
+            self._process = subprocess.Popen(argv, pass_fds=[its.fileno()], process_group=0)
         self._pipe = Connection(own.detach())
         self._on_news, self._on_end, self._after = on_news, on_end, after
         self._is_closing = False

@@ -123,7 +123,7 @@ def view_of_record(record: RunRecord, *, num_steps: int | None = None, links: Se
         elapsed_s=record.duration_s if lines else None,
         links=tuple(links) or _estimated_links(record.progress[-1] if record.progress else None, link_kind(record)),
         decisions=decision_lines(record.decisions, record.outcomes)[-SHOWN_DECISIONS:],
-        notes=(*broken_note(record.broken), *drift_note(record.drifts), *_fault_note(record.faults)),
+        notes=(*broken_note(record.broken), *drift_note(record.drifts), *fault_note(record.faults)),
     )
 
 
@@ -142,7 +142,7 @@ def view_of_controller(found: Mapping[str, Any]) -> LiveView:
     if found["num_silent_nodes"]:
         notes.append(f"{found['num_silent_nodes']} nodes no longer answer the others")
     notes += drift_note([line for line in journal if line["event"] == "drift"])
-    notes += _fault_note([line for line in journal if line["event"] == "fault"])
+    notes += fault_note([line for line in journal if line["event"] == "fault"])
     loss, loss_step = _reported_loss(by_event["progress"])
     return LiveView(
         name=found["run"],
@@ -188,7 +188,7 @@ def drift_note(drifts: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     )
 
 
-def _fault_note(faults: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def fault_note(faults: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Return a note about the first error that ended the training on a rank, if there is one."""
     if not faults:
         return ()

@@ -11,7 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from cgx_ray.report import page
-from cgx_ray.report.live_view import change_of, drift_note, outcomes_of, plan_in_force
+from cgx_ray.report.live_view import change_of, drift_note, fault_note, outcomes_of, plan_in_force
 from cgx_ray.report.record import RunRecord
 from cgx_ray.report.run_facts import (
     SpeedUp,
@@ -105,7 +105,7 @@ def _run(record: RunRecord, dense: RunRecord | None, extras: Extras, *, prefix: 
     if gained is not None:
         what = "Dense steps are" if gained.is_predicted else "The speed-up is"
         body.append(page.paragraph(f"{what} {gained.known_by}."))
-    notes = (*drift_note(record.drifts), *loss_note(record))
+    notes = (*fault_note(record.faults), *drift_note(record.drifts), *loss_note(record))
     body += [page.paragraph(f"Note: {note}.") for note in notes]
     body.append(page.paragraph(f"What to try next: {next_step(record, gained)}", kind="next"))
     spoken = f"Run {record.name}. " if has_title else ""

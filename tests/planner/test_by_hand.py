@@ -11,7 +11,7 @@ import pytest
 from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.policy import PlannerInput, Situation
 from cgx_ray.errors import ConfigError
-from cgx_ray.plan import DENSE, NUM_GROUPS, CodecSpec, Option, Scheme, make_plan
+from cgx_ray.plan import DENSE, NUM_GROUPS, CodecSpec, GroupPlan, Option, Plan, Scheme, make_plan
 from cgx_ray.planner.by_hand import BY_HAND, LEAST_SAVING, plans_by_hand, unless_by_hand
 from cgx_ray.planner.candidates import codec_options
 from cgx_ray.planner.cost import Link, Network
@@ -113,6 +113,26 @@ def test_groups_of_a_plan_by_hand_are_a_quarter_of_a_small_gradient(model: str, 
         assert len(groups) >= NUM_GROUPS
         # The layer that fills a group is its last one.
         assert max(group.dense_bytes - num_bytes[group.layers[-1]] for group in groups) < most
+
+
+def test_a_plan_has_the_name_of_the_option_of_most_elements() -> None:
+    bf16, qsgd = (Option(codec=CodecSpec.parse(codec), scheme=Scheme.SRA) for codec in ("bf16", "qsgd:bits=4"))
+    every = "qsgd 4-bit over sra"
+    for numel, says in (
+        ({bf16: (10, 10), qsgd: (9_980,)}, every),
+        ({bf16: (100, 100), qsgd: (9_800,)}, f"{every} and 1 other"),
+        ({bf16: (20,), qsgd: (10,), DENSE: (9_970,)}, "dense"),
+        ({bf16: (200,), qsgd: (100,), DENSE: (9_700,)}, "dense and 2 others"),
+        # Of unknown sizes most of the compressed groups count.
+        ({bf16: (0,), qsgd: (0, 0), DENSE: (0, 0, 0)}, f"{every} and 1 other"),
+    ):
+        groups = [
+            GroupPlan(layers=(f"{option} {index}",), option=option, numel=size)
+            for option, sizes in numel.items()
+            for index, size in enumerate(sizes)
+        ]
+        plan = Plan(version=0, world_size=4, groups=tuple(groups))
+        assert plan.describe() == Plan.from_json(plan.to_json()).describe() == says
 
 
 def test_a_static_policy_sends_the_groups_of_the_plan_by_hand_and_dense_those_of_ddp() -> None:
