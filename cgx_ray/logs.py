@@ -44,11 +44,11 @@ class _LinesHandler(logging.StreamHandler[TextIO]):
 def show_lines() -> None:
     """Have the lines of this process shown. A second call changes nothing. Raises ConfigError for an unknown level."""
     logger = logging.getLogger(NAME)
-    level = os.environ.get(VARIABLE, "").strip().upper()
-    if level:
+    given = os.environ.get(VARIABLE, "").strip()
+    if level := given.upper():
         known = logging.getLevelNamesMapping()
         if level not in known:
-            raise ConfigError(f"{VARIABLE} {level!r} is not allowed; give DEBUG, INFO, WARNING or ERROR")
+            raise ConfigError(f"{VARIABLE} {given!r} is not allowed; give DEBUG, INFO, WARNING or ERROR")
         logger.setLevel(level)
     if logger.hasHandlers():
         return

@@ -241,6 +241,8 @@ def test_the_controller_ends_with_the_process_of_its_loop(
     start: Callable[..., Controller], ended: list[Controller], caplog: pytest.LogCaptureFixture
 ) -> None:
     controller = start(RaisingPolicy())
+    # Ctrl-C ends the training first, which then ends the loop in order.
+    assert os.getpgid(controller._loop.pid) != os.getpgrp()
     os.kill(controller._loop.pid, signal.SIGKILL)
     wait_until(lambda: controller in ended)
     said = [message for message in caplog.messages if "has ended (exit status -9): the controller ends too" in message]

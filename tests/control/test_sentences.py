@@ -301,7 +301,7 @@ def test_lines_follow_python_s_logging_and_are_shown_from_info_on_where_nothing_
     two = "logging.basicConfig(format='%(message)s', level='INFO', handlers=[logging.StreamHandler() for _ in 'ab'])"
     named = shown(f"from cgx_ray.logs import name_lines; {two}; name_lines(); name_lines()")
     assert named == "cgx_ray: info\n" * 2 + "cgx_ray: warning\n" * 2
-    assert "CGX_LOG_LEVEL 'LOUD' is not allowed; give DEBUG, INFO" in shown("pass", CGX_LOG_LEVEL="loud")
+    assert "CGX_LOG_LEVEL 'loud' is not allowed; give DEBUG, INFO" in shown("pass", CGX_LOG_LEVEL="loud")
 
 
 def _engine(codec: str, *steps: dict[str, Any]) -> Any:
@@ -320,6 +320,8 @@ def test_the_end_says_what_the_steps_have_taken() -> None:
         "4 steps under qsgd 4-bit over sra, 250 ms each, compute is 40% of it; a rank sent 0.0015 MB per step, dense "
         "sends 0.006 MB; attach(folder=) writes a journal for `cgx-ray report`"
     )
+    hidden = end_line(_engine("qsgd", {"step_s": 0.1, "compute_s": 0.09}), takes_folder=False)
+    assert hidden.endswith("compute is 90% of it; a rank sent 0.0015 MB per step, dense sends 0.006 MB")
     bound = end_line(_engine("none", {"step_s": 0.1, "compute_s": 0.11}), takes_folder=False)
     assert bound == (
         "1 step under dense, 100 ms each, compute is 100% of it; a rank sent 0.0015 MB per step; compute bounds your "
