@@ -124,7 +124,7 @@ def _known_by(run: dict[str, Any], dense: RunRecord | None = None) -> str:
 
 _ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "steps that count": lambda run: f"{run['num_steps']}: {run['counted_steps']}",
-    "left out": lambda run: run["left_out_steps"] or "-",
+    "steps left out": lambda run: run["left_out_steps"] or "-",
     "time per step": _seconds("step_s", lambda run: "measured"),
     "of the time between steps": _number("between_share", ".0%"),
     "a dense step": _seconds("dense_step_s", _known_by),

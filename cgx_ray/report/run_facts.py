@@ -157,10 +157,10 @@ def left_out_steps(record: RunRecord) -> str:
     if not known:
         return ""
     gaps = [(before + 1, first - 1) for (_, before), (first, _) in itertools.pairwise([(-1, -1), *known])]
-    said = [f"{_named_steps(*gap)} ({_why_left_out(*gap)})" for gap in gaps if gap[0] <= gap[1]]
+    said = [f"{_steps_of(*gap)} ({_why_left_out(*gap)})" for gap in gaps if gap[0] <= gap[1]]
     last, newest, late = known[-1][1], record.newest_step, ""
     if newest is not None and newest > last:
-        late = f"{_named_steps(last + 1, newest)} (not reported by all ranks before the end)"
+        late = f"{_steps_of(last + 1, newest)} (not reported by all ranks before the end)"
     return ", ".join(filter(None, (listed(said), late)))
 
 
@@ -181,10 +181,6 @@ def _ranges(record: RunRecord) -> list[tuple[int, int]]:
         else:
             ranges.append((first, span.step))
     return ranges
-
-
-def _named_steps(first: int, last: int) -> str:
-    return f"step{'s' if first < last else ''} {_steps_of(first, last)}"
 
 
 def _steps_of(first: int, last: int) -> str:

@@ -148,7 +148,7 @@ def _what_and_where(record: RunRecord) -> str:
         left_out = left_out_steps(record)
         num_steps = format_count(sum(span.num_steps for span in found), "step")
         texts[-1] += f". Means are over {num_steps}, {counted_steps(record)}"
-        texts[-1] += f"; left out: {left_out}" if left_out else ""
+        texts[-1] += f"; steps left out: {left_out}" if left_out else ""
     texts[-1] += "."
     return " ".join(texts)
 

@@ -203,8 +203,8 @@ def test_the_steps_of_a_mean_and_those_left_out_are_named(tmp_path: Path) -> Non
     assert told["left_out_steps"] == left_out
     said = " ".join(invoke("compare", tmp_path, tmp_path).split())
     assert "steps that count 19: 2 to 20 19: 2 to 20" in said
-    assert "left out steps 0 to 1 (start-up)" in said
-    assert f"Means are over 19 steps, 2 to 20; left out: {left_out}." in (tmp_path / "report.html").read_text()
+    assert "steps left out 0 to 1 (start-up)" in said
+    assert f"Means are over 19 steps, 2 to 20; steps left out: {left_out}." in (tmp_path / "report.html").read_text()
 
 
 def test_runs_of_other_models_are_told_from_those_of_one(tmp_path: Path) -> None:
