@@ -19,7 +19,6 @@ from cgx_ray.demo.summary import NetworkPhases, decision_delay, loss_target, mak
 from cgx_ray.demo.train import StepLog
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.events import LinkEvent
-from cgx_ray.monitors.sample import Fault
 from cgx_ray.report.picture import draw_runs, plot_runs
 from cgx_ray.report.record import RunRecord, load_run
 from cgx_ray.report.result import Row, write_result
@@ -449,16 +448,3 @@ def test_a_folder_with_neither_a_run_nor_a_demo_is_one_error_that_names_both_fil
     output = done.output.replace("\n", " ")
     assert f"{tmp_path} holds no decision and no step, neither in decisions.jsonl" in output
     assert "such as a demo's adaptive/decisions.jsonl" in output
-
-
-def test_the_report_says_what_has_stopped_the_training(tmp_path):
-    run = start(tmp_path)
-    run.run(5)
-    run.loop.add_fault(Fault(rank=1, step=5, kind="connection", text="rank 0 hung up"), 9.0)
-    run.loop.end(10.0)
-    files = ["--plot", str(tmp_path / "x.png"), "--html", str(tmp_path / "x.html")]
-    done = CliRunner().invoke(main, ["report", str(tmp_path), *files])
-    assert done.exit_code == 0, done.output
-    says = "the training stopped on rank 1: rank 0 hung up"
-    assert says in done.output
-    assert says in (tmp_path / "x.html").read_text()

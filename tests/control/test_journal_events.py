@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import jsonschema
+from click.testing import CliRunner
 from markupsafe import escape
 from support.control_runs import journal, registration, start
 
+from cgx_ray.cli import main
 from cgx_ray.control.journal.lines import MAX_TEXT, Journal
 from cgx_ray.control.journal_events import MAX_FAULTS
 from cgx_ray.control.loop import ControlLoop
@@ -55,3 +57,16 @@ def test_the_first_faults_are_written_down_and_all_are_counted_over_restarts(tmp
     assert again.facts().num_faults[1, "weights_differ"] == again.facts().num_faults[1, "time_out"] == 1
     assert journal(tmp_path, "fault")[-1]["kind"] == "time_out"
     assert any(text in note for note in view_of_record(load_run(tmp_path)).notes)
+
+
+def test_the_report_says_what_has_stopped_the_training(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.run(5)
+    run.loop.add_fault(Fault(rank=1, step=5, kind="connection", text="rank 0 hung up"), 9.0)
+    run.loop.end(10.0)
+    files = ["--plot", str(tmp_path / "x.png"), "--html", str(tmp_path / "x.html")]
+    done = CliRunner().invoke(main, ["report", str(tmp_path), *files])
+    assert done.exit_code == 0, done.output
+    says = "the training stopped on rank 1: rank 0 hung up"
+    assert says in done.output
+    assert says in (tmp_path / "x.html").read_text()

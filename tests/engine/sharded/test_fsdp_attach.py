@@ -285,7 +285,7 @@ def _bad_states(rank: int) -> list[str]:
 
 def test_states_and_plans_that_do_not_fit_are_refused() -> None:
     foreign, momentum, plan = run_ranks(2, _bad_states)[0]
-    assert "residuals of 3 elements for layer 'other', of which ef_signsgd over sra remembers" in foreign
+    assert "residuals of 3 elements for layer 'other', of which ef_signsgd over sra and 1 other remembers" in foreign
     assert "momentum of 4323 elements" in momentum
     assert "plan 1 covers 0 layers" in plan
 
