@@ -65,9 +65,9 @@ def end_line(engine: Engine | ShardedEngine, *, takes_folder: bool) -> str:
         wire, dense = (
             f"{each / totals.num_steps / 1e6:.3g} MB" for each in (totals.wire_bytes, dense_share * totals.dense_bytes)
         )
-        compares = plan.describe() != DENSE and not gathers
+        is_dense = plan.describe() == DENSE
         said += f"; a rank sent {wire}{' with the parameters' if gathers else ''} per step"
-        said += f", dense sends {dense}" if compares else ""
-        if share >= MOSTLY and not compares:
+        said += f", dense sends {dense}" if not (is_dense or gathers) else ""
+        if share >= MOSTLY and is_dense:
             said += "; compute bounds your steps, compression hardly pays here"
     return f"{said}{'; attach(folder=) writes a journal for `cgx-ray report`' if takes_folder else ''}"
