@@ -53,15 +53,21 @@ def connect(address: str) -> None:
         raise NoClusterError(f"no Ray cluster at {address!r} ({error}); start one, or give its --address") from error
 
 
+def cluster_address() -> str | None:
+    """Return host:port of the cluster of `connect`, which "auto" does not say; None without one."""
+    return ray.get_runtime_context().gcs_address if ray.is_initialized() else None
+
+
 def is_up() -> bool:
     """Return whether the cluster of `connect` can still be reached.
 
     Ask before each call of Ray: without its cluster Ray waits for a minute and then ends the process.
     """
     # Without a connection Ray would start a cluster to answer.
-    if not ray.is_initialized():
+    address = cluster_address()
+    if address is None:
         return False
-    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=PORT_TIMEOUT_S).close()
     except OSError:

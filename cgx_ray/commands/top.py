@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from rich.console import Console
 
-from cgx_ray.commands.cluster import NoClusterError, address_option, connect, is_up
+from cgx_ray.commands.cluster import NoClusterError, address_option, cluster_address, connect, is_up
 from cgx_ray.commands.options import FILE, RunFolder, console_for
 from cgx_ray.control.live_state import NAMESPACE, run_of_actor
 from cgx_ray.errors import ConfigError
@@ -61,8 +61,10 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
             awaited = f"{run or 'a run'} to begin"
             if folder is not None and not folder.is_dir():
                 awaited += ", a folder that does not exist yet"
-            if record is None and not ray.is_initialized():
-                awaited = f"a Ray cluster at {address!r}{f', as there is no folder {run}' if run else ''}"
+            if record is None:
+                awaited += f" on the Ray cluster at {cluster_address()} (another: --address)"
+                if not ray.is_initialized():
+                    awaited = f"a Ray cluster at {address!r}{f', as there is no folder {run}' if run else ''}"
             status = "" if has_begun or is_over else f"waiting for {awaited}; Ctrl-C ends"
             screen.update([last] if last is not None else [], status)
             if once and last is not None:
@@ -202,7 +204,13 @@ def _find(name: str | None) -> tuple[str, str]:
     if name is None and len(running) == 1:
         return next(iter(running.items()))
     if name is None and not running:
-        raise ConfigError("no run with CGXConfig has begun on this cluster; wait for one, or give a run's folder")
+        raise ConfigError(
+            f"no run with CGXConfig has begun on the Ray cluster at {cluster_address()}; wait for one, give a run's "
+            "folder, or the --address of another cluster"
+        )
     known = ", ".join(sorted(running)) or "none"
     asked = f"no run {name!r}, and no such folder" if name is not None else "several runs"
-    raise ConfigError(f"{asked}; runs with CGXConfig on this cluster: {known}; give one of them, or a run's folder")
+    raise ConfigError(
+        f"{asked}; runs with CGXConfig on the Ray cluster at {cluster_address()}: {known}; give one of them, a run's "
+        "folder, or the --address of another cluster"
+    )

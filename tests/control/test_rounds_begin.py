@@ -28,7 +28,7 @@ def test_rounds_begin_when_ranks_may_train_alone(tmp_path: Path) -> None:
         assert loop.plans[-1].period == 1
         decisions = run.run(4)
         assert [one.reason.partition(":")[0] for one in decisions] == (
-            ["ranks may train alone for up to 32 steps"] if fidelity == "balanced" else []
+            ["exchanges up to 32 steps apart are allowed now"] if fidelity == "balanced" else []
         )
         periods[fidelity] = loop.plans[-1].period
     assert periods["strict"] == 1 < periods["balanced"]

@@ -134,7 +134,7 @@ def period_cause(decided: Measured, now: Measured, plan: Plan) -> str | None:
     before, most = decided.max_period, now.max_period
     if most == before or before > most >= plan.period:
         return None
-    return f"ranks may train alone for up to {most} steps" if most > 1 else "ranks may no longer train alone"
+    return f"exchanges up to {most} steps apart are allowed now" if most > 1 else "every step must exchange again"
 
 
 def loss_cause(worse: str | None, decided: Measured, now: Measured, plan: Plan) -> str | None:
