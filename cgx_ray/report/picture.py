@@ -252,8 +252,8 @@ def _mark_plans(panels: Sequence[Axes], run: _Drawn) -> None:
     marks = [(axis.at(line), line["new"]["plan"]) for line in record.decisions if is_new_plan(line)]
     if record.steps:
         pairs = zip(record.steps, record.steps[1:], strict=False)
-        decided = {line["new"].get("version") for line in record.decisions}
-        # A plan on trial becomes permanent under another version, which no decision has and which is nothing new.
+        # A plan on trial becomes permanent under another version: nothing new, although later decisions keep that one.
+        decided = {line["new"].get("version") for line in record.decisions if is_new_plan(line)}
         marks = [
             (line.step, line.plan)
             for before, line in pairs

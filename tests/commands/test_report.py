@@ -232,7 +232,7 @@ def test_the_legend_of_a_run_without_steps_fits_in_the_picture(runs):
 
 def test_the_network_is_drawn_over_steps_where_the_run_has_them(runs):
     _, adaptive = runs
-    end = NUM_STEPS - 0.5
+    adaptive.decisions[0]["new"]["version"], end = 3, NUM_STEPS - 0.5
     rate, latency = panel(adaptive, "rate"), panel(adaptive, "latency")
     # Set before step 0, and between the steps HALF - 1 and HALF; a schedule in seconds knows no steps.
     assert rate["all links, as set"] == [(-0.5, 1), (HALF - 0.5, 0.1), (end, 0.1)]
