@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from queue import Empty
@@ -33,7 +33,7 @@ from bench.adapt.lab_cases import (
     LabPhase,
     LabWay,
 )
-from bench.adapt.progress import ScheduleScore, WeightedStep, score_schedule, weighted_steps
+from bench.adapt.progress import ScheduleScore, WeightedStep, schedule_panel, score_schedule, weighted_steps
 from bench.network.job import Job
 from bench.shared.ranks import started_ranks
 from bench.shared.runner import BenchRun, OnPart
@@ -119,8 +119,8 @@ class AdaptLabNumbers:
         return found
 
 
-def measure_in_lab(run: BenchRun, fidelity: Fidelity) -> tuple[list[Row], Mapping[str, ScheduleScore]]:
-    """Run all parts, and say how the papers' networks are scaled to the lab. Return rows, and scores by schedule."""
+def measure_in_lab(run: BenchRun, fidelity: Fidelity) -> list[Row]:
+    """Run all parts, and say how the papers' networks are scaled to the lab. Return rows; add a panel per schedule."""
     options = replace(QUICK if run.quick else AdaptLabOptions(), fidelity=fidelity)
     run.print_text(
         f"{options.num_ranks} ranks, {options.workload().dense_bytes / 1e6:.1f} MB of gradients, "
@@ -129,7 +129,8 @@ def measure_in_lab(run: BenchRun, fidelity: Fidelity) -> tuple[list[Row], Mappin
         "The networks of the schedule `drawn` stay as they are."
     )
     numbers = measure_adapt_lab(options, run.on_part)
-    return list(lab_rows(numbers, has_goals=options.has_goals)), numbers.scores
+    run.panels += [schedule_panel(name, score) for name, score in numbers.scores.items()]
+    return list(lab_rows(numbers, has_goals=options.has_goals))
 
 
 def measure_adapt_lab(options: AdaptLabOptions, on_part: OnPart) -> AdaptLabNumbers:

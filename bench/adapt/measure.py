@@ -74,9 +74,7 @@ def adapt(run: BenchRun, cases: tuple[str, ...], is_in_lab: bool, fidelity: str)
     reason = Lab.available(rates_only=False)
     if reason is not None:
         raise ConfigError(f"--lab: {reason}")
-    rows, scores = measure_in_lab(run, Fidelity(fidelity))
-    run.panels += [pace_panel(name, score.paces) for name, score in scores.items()]
-    return rows
+    return measure_in_lab(run, Fidelity(fidelity))
 
 
 def pace_panel(name: str, paces: Sequence[tuple[float, float, float]]) -> Plot:

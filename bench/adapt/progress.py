@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bench.adapt.lab_cases import LabPhase
+from bench.adapt.lab_cases import DDP, LabPhase
+from bench.shared.picture import Line, Plot
 from bench.step.cases import StepNetwork
 from cgx_ray.plan import Plan
 from cgx_ray.planner.planned_group import PlannedGroup, groups_of
@@ -76,14 +77,16 @@ class ScheduleScore:
     static    by the name of a plan
     oracle    of the best static plan of each phase
     adaptive  of the loop
-    paces     of each adaptive step: when it began, its seconds per progress, and those of the phase's best static plan
+    pace_s    of each phase, seconds for the progress of a dense step by static plan
+    paces     of each adaptive step: when it began, and its seconds for the progress of a dense step
     """
 
     phases: Sequence[LabPhase]
     static: Mapping[str, float]
     oracle: float
     adaptive: float
-    paces: Sequence[tuple[float, float, float]]
+    pace_s: Sequence[Mapping[str, float]]
+    paces: Sequence[tuple[float, float]]
 
     @property
     def over_oracle(self) -> float:
@@ -105,17 +108,23 @@ def score_schedule(
     pace_s  seconds for the progress of a dense step, by network and static plan
     """
     names = list(pace_s[phases[0].network])
-    best_s = [min(pace_s[phase.network].values()) for phase in phases]
-    paces = [
-        (step.began_s, step.pace_s, oracle_s)
-        for phase, oracle_s in zip(phases, best_s, strict=True)
-        for step in steps
-        if phase.begin_s <= step.began_s < phase.end_s
-    ]
     return ScheduleScore(
         phases=phases,
         static={name: math.fsum(one.seconds / pace_s[one.network][name] for one in phases) for name in names},
-        oracle=math.fsum(phase.seconds / oracle_s for phase, oracle_s in zip(phases, best_s, strict=True)),
+        oracle=math.fsum(phase.seconds / min(pace_s[phase.network].values()) for phase in phases),
         adaptive=math.fsum(progress_in(steps, phase.begin_s, phase.end_s) for phase in phases),
-        paces=paces,
+        pace_s=[pace_s[phase.network] for phase in phases],
+        paces=[(one.began_s, one.pace_s) for one in steps if phases[0].begin_s <= one.began_s < phases[-1].end_s],
     )
+
+
+def schedule_panel(name: str, score: ScheduleScore) -> Plot:
+    """Return a panel of what the loop and static plans take for the progress of a dense step, over the schedule."""
+    ends_s = [at_s for phase in score.phases for at_s in (phase.begin_s, phase.end_s)]
+    began_s, plan_s = zip(*score.paces, strict=True)
+    lines = [
+        Line(label="plain DDP", x=ends_s, y=[one[DDP.name] for one in score.pace_s for _ in range(2)], style="-"),
+        Line(label="best plan", x=ends_s, y=[min(one.values()) for one in score.pace_s for _ in range(2)], style="-"),
+        Line(label="adaptive", x=began_s, y=plan_s, style="-"),
+    ]
+    return Plot(title=name, x="seconds", y="seconds for the progress of a dense step", lines=lines, log="y")

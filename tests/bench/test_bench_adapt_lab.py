@@ -23,7 +23,7 @@ from bench.adapt.lab_cases import (
     candidate_specs,
     phases_of,
 )
-from bench.adapt.progress import WeightedStep, progress_in, score_schedule, weighted_steps
+from bench.adapt.progress import WeightedStep, progress_in, schedule_panel, score_schedule, weighted_steps
 from bench.step.cases import StepNetwork
 from bench.step.workload import GAINS
 from cgx_ray.demo.gpt import GPT
@@ -108,7 +108,10 @@ def test_the_oracle_takes_the_best_plan_of_each_phase() -> None:
     assert score.adaptive == pytest.approx(20 + 2 + 3 + 0.8)
     assert score.over_oracle == pytest.approx(30 / 25.8)
     assert score.over_best_static == pytest.approx(22 / 25.8)
-    assert [best for _, _, best in score.paces] == [0.5] * 20 + [2.0] * 6
+    drawn = {line.label: (list(line.x), list(line.y)) for line in schedule_panel("c1", score).lines}
+    assert drawn["plain DDP"] == ([0, 10, 10, 30], [0.5, 0.5, 10, 10])
+    assert drawn["best plan"] == ([0, 10, 10, 30], [0.5, 0.5, 2, 2])
+    assert drawn["adaptive"][1] == [0.5] * 20 + [2, 2, 4, 4, 4, 5]
 
 
 def test_goals_judge_ratios_within_one_run() -> None:

@@ -19,7 +19,7 @@ OBVIOUS = 3.0
 # Seconds for which a step may stand still by chance: TCP sends a lost packet again after 0.2, or 0.4.
 HICCUP_S = 0.5
 # Seconds beside which a hiccup is noise: a first step that exchanges for so long tells as much as FEW others.
-LONG_S = 10 * HICCUP_S
+LONG_S = HICCUP_S / (NOISE - 1)
 # Seconds that a busy processor may add to a message. Shorter exchanges say little about the network.
 WORK_S = 1e-3
 # Standard deviations on either side of the mean that hold 95 % of a normal distribution.
