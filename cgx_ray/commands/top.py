@@ -58,14 +58,7 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
             step = last.step if last is not None and last.step is not None else step
             has_begun = last is not None and (last.step is not None or not last.is_running)
             is_over = once and record is not None
-            awaited = f"{run or 'a run'} to begin"
-            if folder is not None and not folder.is_dir():
-                awaited += ", a folder that does not exist yet"
-            if record is None:
-                awaited += f" on the Ray cluster at {cluster_address()} (another: --address)"
-                if not ray.is_initialized():
-                    awaited = f"a Ray cluster at {address!r}{f', as there is no folder {run}' if run else ''}"
-            status = "" if has_begun or is_over else f"waiting for {awaited}; Ctrl-C ends"
+            status = "" if has_begun or is_over else f"waiting for {_awaited(run, folder, address)}; Ctrl-C ends"
             screen.update([last] if last is not None else [], status)
             if once and last is not None:
                 break
@@ -91,6 +84,16 @@ def top(run: str | None, address: str, once: bool, svg: Path | None) -> None:
         # As the script that had started Ray has ended. Ray's own end would wait for it.
         sys.stdout.flush()
         os._exit(0 if last is not None else 1)
+
+
+def _awaited(run: str | None, folder: Path | None, address: str) -> str:
+    """Return in words what has to begin before there is something to show."""
+    begins = f"{run or 'a run'} to begin"
+    if folder is not None:
+        return begins if folder.is_dir() else f"{begins}, a folder that does not exist yet"
+    if not ray.is_initialized():
+        return f"a Ray cluster at {address!r}{f', as there is no folder {run}' if run else ''}"
+    return f"{begins} on the Ray cluster at {cluster_address()}; --address gives another"
 
 
 def _folder_of(run: str, address: str, *, waits: bool) -> Path | None:

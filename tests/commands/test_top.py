@@ -177,10 +177,11 @@ def test_top_waits_for_a_run_that_has_not_begun(monkeypatch: pytest.MonkeyPatch)
     running: list[dict[str, str]] = [{}, {}, {"late": "late/1"}]
     monkeypatch.setattr(top, "_running", lambda: running.pop(0) if len(running) > 1 else running[0])
     monkeypatch.setattr(top, "is_up", lambda: True)
+    monkeypatch.setattr(top, "cluster_address", lambda: "10.0.0.7:6379")
     views = top._views_of_run("late", waits=True)
     assert [next(views), next(views)] == [None, None]
     assert top._find("late") == ("late", "late/1")
-    with pytest.raises(ConfigError, match="no run 'early'"):
+    with pytest.raises(ConfigError, match=r"no run 'early'.* at 10.0.0.7:6379: late; .* --address of another cluster"):
         next(top._views_of_run("early", waits=False))
     monkeypatch.setattr(top, "is_up", lambda: False)
     assert list(top._views_of_run("early", waits=True)) == [], "the cluster has ended"
