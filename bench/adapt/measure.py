@@ -26,7 +26,7 @@ from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.errors import ConfigError
 from cgx_ray.lab.namespaces import Lab
 from cgx_ray.plan import make_plan
-from cgx_ray.planner.by_hand import BY_HAND
+from cgx_ray.planner.by_hand import BY_HAND, unless_by_hand
 from cgx_ray.planner.fidelity import Fidelity
 from cgx_ray.planner.joint import best_plan
 from cgx_ray.planner.planned_group import PlannedGroup, groups_of
@@ -196,7 +196,10 @@ def _judge(case: AdaptCase, run: SimulatedRun, seed: int, dense: Groups) -> Adap
 
 
 def _candidates(case: AdaptCase, cluster: SimulatedCluster, state: ClusterState) -> list[Groups]:
-    """Return the best plan in `state`, that of each codec, and, where options are biased, that of each option."""
+    """Return the best plan in `state`, that of each codec, and, where options are biased, that of each option.
+
+    They must beat plans by hand, as the loop's: what mixtures of schemes save here, they do not on real networks.
+    """
     if case.by_hand:
         layers = case.model.layers
         plans = (
@@ -210,7 +213,11 @@ def _candidates(case: AdaptCase, cluster: SimulatedCluster, state: ClusterState)
     sets = [list(case.options), *by_codec]
     if cluster.errors.bias:
         sets += [[option] for option in case.options]
-    return [best_plan(truth, options, min_gain=case.min_gain).best.groups for options in sets]
+    score, found = lambda groups: predict(truth, groups).score, []
+    for options in sets:
+        best = best_plan(truth, options, min_gain=case.min_gain)
+        found.append(unless_by_hand(best, truth, case.options, score, min_gain=case.min_gain).best.groups)
+    return found
 
 
 def _keeps_enough(case: AdaptCase, cluster: SimulatedCluster, groups: Groups, state: ClusterState) -> bool:

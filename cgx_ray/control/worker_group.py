@@ -183,10 +183,6 @@ class WorkerGroupState(GroupReports):
         self.speed_up = self.steps.speed_up(measured)
         if measured is not None and ratio is not None:
             self._changes.add_step(step.compute_s / self.steps.compute_slowdown, step.passed_s)
-            # A link that goes back and forth is no drift: nothing would ever be learned on it.
-            is_steady = self.network.is_known and not self.links.is_unsteady
-            if is_steady and self.steps.link_drifted(measured.network.between, now_s):
-                self._news = Cause("network", "the link has drifted since errors were learned")
         if self.steps.record.num_steps == MAX_STEPS and self.decided is not None and self.measuring is None:
             # Its first steps, those of `end_outcome`, say little.
             self._learn_and_compare(now_s)

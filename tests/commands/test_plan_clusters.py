@@ -104,7 +104,8 @@ def test_clusters_that_differ_in_price_alone_train_alike(tmp_path: Path) -> None
 
 
 def test_the_best_buy_is_the_most_progress_per_dollar(tmp_path: Path) -> None:
-    rentals = rented(tmp_path)
+    # Within a node dense is best.
+    rentals = [rental for rental in rented(tmp_path) if rental.num_nodes > 1]
     most = max(rentals, key=lambda one: one.kept * one.samples_per_usd(one.answer.best))
     assert f"planned {most.num_nodes} x {most.cluster.name}" in best_buy(rentals)
 

@@ -12,7 +12,7 @@ from cgx_ray.control.policies.adaptive import Adaptive
 from cgx_ray.control.policies.policy import PlannerInput, Situation
 from cgx_ray.errors import ConfigError
 from cgx_ray.plan import DENSE, NUM_GROUPS, CodecSpec, GroupPlan, Option, Plan, Scheme, make_plan
-from cgx_ray.planner.by_hand import BY_HAND, LEAST_SAVING, plans_by_hand, unless_by_hand
+from cgx_ray.planner.by_hand import BY_HAND, LEAST_SAVING, MIXTURE_SAVING, plans_by_hand, unless_by_hand
 from cgx_ray.planner.candidates import codec_options
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.joint import BestPlan
@@ -80,15 +80,17 @@ def groups_under(*options: Option) -> tuple[PlannedGroup, ...]:
     )
 
 
+@pytest.mark.parametrize(("more", "stays"), [(0.001, True), (-0.001, False), (-0.2, False)])
 @pytest.mark.parametrize(
-    ("saved", "stays"), [(LEAST_SAVING + 0.001, True), (LEAST_SAVING - 0.001, False), (-0.2, False)]
+    ("others", "share"),
+    [((), LEAST_SAVING), ((DENSE,), MIXTURE_SAVING), ((Option(codec=BF16, scheme=Scheme.ALLREDUCE),), MIXTURE_SAVING)],
 )
-@pytest.mark.parametrize("others", [(), (Option(codec=BF16, scheme=Scheme.ALLREDUCE),)])
-def test_plans_must_save_their_share(saved: float, stays: bool, others: tuple[Option, ...]) -> None:
-    now = measured()
+def test_plans_must_save_their_share(more: float, stays: bool, others: tuple[Option, ...], share: float) -> None:
+    now, saved, dense = measured(), share + more, groups_under(DENSE)
     own = groups_under(Option(codec=QSGD, scheme=Scheme.SRA), *others)
-    found = BestPlan(best=predict(now, own), dense=predict(now, groups_under(DENSE)), gap=0.0)
-    chosen = unless_by_hand(found, now, OPTIONS, lambda groups: 1 - saved if groups == own else 1.0)
+    found = BestPlan(best=predict(now, own), dense=predict(now, dense), gap=0.0)
+    scores = defaultdict(lambda: 1.0, {own: 1 - saved, dense: 2.0})
+    chosen = unless_by_hand(found, now, OPTIONS, scores.__getitem__)
     assert (chosen is found) is stays
     if not stays:
         assert chosen.best.groups in plans_by_hand(now, OPTIONS)
@@ -102,7 +104,15 @@ def test_dense_gives_way_only_to_what_is_clearly_better() -> None:
     for own, stays in ((1.04, True), (1.06, False)):
         scores = defaultdict(lambda: 1.0, {dense: own})
         chosen = unless_by_hand(found, now, OPTIONS, scores.__getitem__)
-        assert (chosen is found) is stays
+        assert (chosen.best.groups == dense) is stays
+
+
+def test_a_mixture_gives_way_to_dense_where_no_plan_by_hand_is_worth_it() -> None:
+    now, dense = measured(), groups_under(DENSE)
+    own = groups_under(Option(codec=QSGD, scheme=Scheme.SRA), Option(codec=BF16, scheme=Scheme.ALLREDUCE))
+    found = BestPlan(best=predict(now, own), dense=predict(now, dense), gap=0.0)
+    scores = defaultdict(lambda: 1.04, {own: 0.9, dense: 1.0})
+    assert unless_by_hand(found, now, OPTIONS, scores.__getitem__).best.groups == dense
 
 
 @pytest.mark.parametrize(("model", "most"), [("resnet18", 12 << 20), ("resnet50", 25 << 20), ("vgg16", 25 << 20)])

@@ -158,7 +158,7 @@ class Earlier(Generic[T]):
 def undoable(learned: Iterable[tuple[float, T]], now_s: float) -> list[tuple[float, T]]:
     """Return the (time, value) entries young enough to be dropped if the network has changed.
 
-    A change is noticed after 2 to 5 s, a slow drift later.
+    A change is noticed after 2 to 5 s.
     """
     return [one for one in learned if one[0] >= now_s - WINDOW_S]
 

@@ -13,7 +13,7 @@ from cgx_ray.control.gains.gain_watch import MIN_GAIN
 from cgx_ray.control.joined_steps import JoinedStep
 from cgx_ray.control.learned.compute_slowdown import SideBySide
 from cgx_ray.control.learned.evidence import MAX_STEPS, Evidence, evidence
-from cgx_ray.control.learned.learned_errors import LearnedErrors, undoable
+from cgx_ray.control.learned.learned_errors import LearnedErrors
 from cgx_ray.control.learned.measured import at_compute, is_dense, non_dense_options, on_link, timed_options
 from cgx_ray.control.learned.plan_times import PlanTimes
 from cgx_ray.control.network.changes import network_cause
@@ -109,8 +109,6 @@ class StepsBesidePredictions:
         self._sides = SideBySide()
         # Whether the slowdown of compute has changed since the steps of the plan with `_options` were paired.
         self.has_old_pairs = False
-        # Time and link of each time that something was learned, for as long as that may be undone.
-        self._learned: list[tuple[float, Link]] = []
         self.start_plan(plan, None, is_measuring=False)
 
     @property
@@ -185,7 +183,6 @@ class StepsBesidePredictions:
         """
         self.errors.network_changed(now_s)
         self.plan_times.undo(now_s)
-        self._learned = []
         window = self.record.window
         alike = [*takewhile(lambda one: 1 / NOISE < one.step_s / window[-1].step_s < NOISE, reversed(window))]
         window.clear()
@@ -201,22 +198,6 @@ class StepsBesidePredictions:
         if not is_dense(self.plan):
             exposed_s = median(step.step_s - step.compute_s for step in steps)
             self.plan_times.add_steps(self._groups, exposed_s, self.compute_slowdown, measured, now_s)
-
-    def link_drifted(self, link: Link, now_s: float) -> bool:
-        """Forget what the last seconds have taught if the link has drifted since; return whether it has.
-
-        A change is noticed seconds late, and meanwhile slow steps look like errors of the options in use. Smaller
-        changes than those that count as another network have this effect too.
-        """
-        self._learned = undoable(self._learned, now_s)
-        ratios = [link.beta_s_per_byte / before.beta_s_per_byte for _, before in self._learned]
-        if all(1 / NOISE < ratio < NOISE for ratio in ratios):
-            return False
-        self.record.window.clear()
-        self._learned = []
-        self.errors.undo(now_s)
-        self.plan_times.undo(now_s)
-        return True
 
     def learn(self, measured: Measured, now_s: float) -> list[str]:
         """Learn the errors of the plan in force; return the codecs that were never timed in steps before.
@@ -242,7 +223,6 @@ class StepsBesidePredictions:
             self.errors.learn_codecs(codecs, max(took_s, MIN_CODEC_S) / predicted_s)
             corrected = predict(replace(measured, codec_costs=self.codec_costs), self._groups)
             self.record.shift(math.log(corrected.step_s / before.step_s))
-        self._learned = [*undoable(self._learned, now_s), (now_s, measured.network.between)]
         self._note_plan(window, measured, now_s)
         self.errors.learn_step(self._groups, evidence([step.over_plan for step in window]).mean, now_s)
         return untimed
