@@ -22,7 +22,7 @@ from cgx_ray.control.policies.policy import PlannerInput, Situation
 from cgx_ray.plan import DENSE, Option, Plan, make_plan
 from cgx_ray.planner.cost import Link, Network
 from cgx_ray.planner.planned_group import PlannedGroup, groups_of
-from cgx_ray.planner.prediction import Measured
+from cgx_ray.planner.prediction import Measured, predict
 
 QSGD = Option.parse("qsgd:bits=4,bucket_size=128 over sra")
 BF16 = Option.parse("bf16 over sra")
@@ -61,6 +61,16 @@ def bounds_s(times: PlanTimes, now: Measured) -> tuple[float, float]:
 def situation(plan: Plan, plan_s: dict[Groups, float]) -> Situation:
     now = measured(0.1)
     return Situation(cause="review", plan=plan, planner_input=PlannerInput(now=now, states=[now], plan_s=plan_s))
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_no_step_is_expected_to_be_shorter_than_its_compute(factor: float) -> None:
+    now, errors = measured(), LearnedErrors()
+    for _ in range(20):
+        errors.learn_step(groups(QSGD), math.log(factor), 0.0)
+    predicted = predict(now, groups(QSGD))
+    expected_s = PlannerInput(now=now, states=[now], errors=errors).step_s(predicted)
+    assert expected_s == pytest.approx(max(factor * predicted.step_s, now.compute_s), rel=1e-3)
 
 
 def test_a_plans_steps_count_under_the_conditions_that_they_had() -> None:
