@@ -209,7 +209,8 @@ class Adaptive(Policy):
         ]
         if not measured:
             return found
-        best = min(measured, key=planner_input.score)
+        # Dense ran too, at least at the start.
+        best = min((*measured, found.dense.groups), key=planner_input.score)
         return with_best(found, best, planner_input.now, planner_input.score, promised=MIN_IMPROVEMENT)
 
     def _may_have(self, period: int, planner_input: PlannerInput) -> bool:
