@@ -213,11 +213,12 @@ def _candidates(case: AdaptCase, cluster: SimulatedCluster, state: ClusterState)
     sets = [list(case.options), *by_codec]
     if cluster.errors.bias:
         sets += [[option] for option in case.options]
-    score, found = lambda groups: predict(truth, groups).score, []
-    for options in sets:
-        best = best_plan(truth, options, min_gain=case.min_gain)
-        found.append(unless_by_hand(best, truth, case.options, score, min_gain=case.min_gain).best.groups)
-    return found
+
+    def score(groups: Sequence[PlannedGroup]) -> float:
+        return predict(truth, groups).score
+
+    found = (best_plan(truth, options, min_gain=case.min_gain) for options in sets)
+    return [unless_by_hand(one, truth, case.options, score, min_gain=case.min_gain).best.groups for one in found]
 
 
 def _keeps_enough(case: AdaptCase, cluster: SimulatedCluster, groups: Groups, state: ClusterState) -> bool:

@@ -93,13 +93,12 @@ class LearnedErrors:
         (self._mixed if len(codecs) > 1 else self._alone).update(codecs)
 
     def network_changed(self, now_s: float) -> None:
-        """Undo what was learned in the last seconds, and remember errors for the usual time again."""
-        self.undo(now_s)
-        self._memory_s = MEMORY_S
+        """Undo what was learned in the last seconds, while predictions were made for the network before.
 
-    def undo(self, now_s: float) -> None:
-        """Undo what was learned in the last seconds, while predictions were made for the network before."""
+        Remember errors for the usual time again.
+        """
         self._steps = self._earlier.take(self._steps, now_s)
+        self._memory_s = MEMORY_S
 
     def learn_codecs(self, codecs: Iterable[str], ratio: float) -> None:
         """Correct the times of `codecs`, which took `ratio` times as long as predicted with the present correction."""

@@ -197,7 +197,7 @@ class Adaptive(Policy):
         return situation.is_in_memory and all(group.is_fixed or group.option == DENSE for group in groups)
 
     def _best(self, situation: Situation, ran: Set[tuple[PlannedGroup, ...]]) -> BestPlan:
-        """Return the best plan. One that is not in `ran` must promise MIN_IMPROVEMENT over each that is."""
+        """Return the best plan. One that is not in `ran` must promise MIN_IMPROVEMENT over each that is, and dense."""
         planner_input, allowed = situation.planner_input, self._allowed(situation)
         found = self._with_rounds(planner_input, allowed, self._best_predicted(situation, allowed))
         usable = {DENSE, *(option for option in allowed if self._keeps_enough(option, planner_input))}
@@ -209,7 +209,7 @@ class Adaptive(Policy):
         ]
         if not measured:
             return found
-        # Dense ran too, at least at the start.
+        # Dense ran at the start.
         best = min((*measured, found.dense.groups), key=planner_input.score)
         return with_best(found, best, planner_input.now, planner_input.score, promised=MIN_IMPROVEMENT)
 
